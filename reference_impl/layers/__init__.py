@@ -1,0 +1,1 @@
+"""Layers that register themselves and are served by the forward context."""
