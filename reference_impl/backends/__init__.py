@@ -9,6 +9,7 @@ from reference_impl.errors import UnsupportedLayerError
 
 BACKENDS = {
     "eager": "reference_impl.backends.eager:EagerBackend",
+    "triton": "reference_impl.backends.triton.backend:TritonBackend",
 }
 """Name to "module:class"; a backend is imported when it is first used."""
 

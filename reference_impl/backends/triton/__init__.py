@@ -1,0 +1,1 @@
+"""The fast backend: `kernels` holds the Triton kernels, `backend` launches them."""
