@@ -1,0 +1,1 @@
+"""The oracle: it runs cases on an implementation and judges what it sees. Importing it does not import torch."""

@@ -1,0 +1,1 @@
+"""One small file for each implementation. Only these may import what they adapt."""
