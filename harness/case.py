@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -148,9 +148,9 @@ class Case:
         return {"version": FORMAT_VERSION, **asdict(self)}
 
 
-def _check_type(name: str, value: object) -> None:
+def _check_type(name: str, value: Any) -> None:
     want = Case.__annotations__[name]
-    valid = {
+    valid: dict[str, Callable[[Any], bool]] = {
         "int": lambda v: type(v) is int,
         "bool": lambda v: type(v) is bool,
         "str": lambda v: type(v) is str,
@@ -158,8 +158,8 @@ def _check_type(name: str, value: object) -> None:
         "tuple[tuple[int, ...], ...]": lambda v: (
             type(v) is tuple and all(type(x) is tuple and all(type(y) is int for y in x) for x in v)
         ),
-    }[want]
-    if not valid(value):
+    }
+    if not valid[want](value):
         raise InvalidCaseError(f"{name}={value!r:.80}, but should be {want}")
 
 

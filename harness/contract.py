@@ -232,6 +232,9 @@ class Surface(Protocol):
     def call(self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
         """Run a layer; shapes as in `Model.attend`."""
 
+    def forward_includes_kv_cache_update(self, layer: Any) -> bool:
+        """Whether the layer's backend writes the cache inside its forward."""
+
     def op(self, name: str) -> Any:
         """Return the op "unified_kv_cache_update" or "unified_attention_with_output" (an OpOverload)."""
 

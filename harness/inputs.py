@@ -35,7 +35,7 @@ def make_inputs(case: Case, device: str = "cpu") -> Inputs:
         heads = case.num_heads + 2 * case.num_kv_heads
         drawn = torch.randn(case.num_layers, total_len, heads, case.head_size, generator=generator)
         drawn = (factor * drawn + offset).to(dtype).to(device)
-        query, key, value = drawn.split([case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=2)
+        query, key, value = torch.split(drawn, [case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=2)
         inputs.query.append(query)
         inputs.key.append(key)
         inputs.value.append(value)

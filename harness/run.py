@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -145,7 +146,7 @@ def run_case(
     plan = plan or plan_case(case)
     inputs = make_inputs(case, info.device)
     observation = Observation(case, info, plan, inputs)
-    model = _subject(Phase.BUILD, "build", implementation.build, case.model_spec(), case.layer_specs())
+    model: Model = _subject(Phase.BUILD, "build", implementation.build, case.model_spec(), case.layer_specs())
     try:
         _subject(Phase.BIND, "bind_kv_caches", model.bind_kv_caches, plan.num_blocks, poison)
         for number, planned in enumerate(plan.steps):
@@ -159,7 +160,7 @@ def run_case(
     return observation
 
 
-def _subject(phase: Phase, where: str, function: Callable, *arguments: object) -> object:  # type: ignore[type-arg]
+def _subject(phase: Phase, where: str, function: Callable[..., Any], *arguments: object) -> Any:
     try:
         return function(*arguments)
     except Exception as error:
@@ -210,17 +211,17 @@ def _run_layer(
 ) -> LayerRecord:
     name = case.layer_name(layer)
     given = step_tensors(case, inputs, planned, layer)
-    copies = tuple(tensor.clone() for tensor in given)
+    query, key, value = (tensor.clone() for tensor in given)
     before = copy_views(model, name) if watch_cache else None
     output = _subject(Phase.STEP, where, model.attend, name, *given)
     check_output(output, given[0], where)
     changed = tuple(
         what
-        for what, now, then in zip(("query", "key", "value"), given, copies, strict=True)
+        for what, now, then in zip(("query", "key", "value"), given, (query, key, value), strict=True)
         if not torch.equal(now, then)
     )
     after = copy_views(model, name) if watch_cache else None
-    return LayerRecord(*copies, output.detach().clone(), changed, before, after)  # type: ignore[attr-defined]
+    return LayerRecord(query, key, value, output.detach().clone(), changed, before, after)
 
 
 def check_output(output: object, query: torch.Tensor, where: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from harness.contract import Info, LayerSpec, ModelSpec, Poison, StepPlan, Unsupported
 from reference_impl import ops
 from reference_impl.backends.eager import EagerBackend, EagerImpl
-from reference_impl.backends.triton.backend import INTERPRET
 from reference_impl.config import CacheConfig, ForwardConfig, set_current_config
 from reference_impl.context import get_forward_context, override_forward_context, set_forward_context
 from reference_impl.errors import ForwardContextError
@@ -126,15 +125,9 @@ class WritesNeverBackend(EagerBackend):
 class ReferenceImplementation:
     """The reference with one of its backends."""
 
-    def __init__(self, name: str, backend: str, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, backend: str, device: str = "cpu", notes: tuple[str, ...] = ()) -> None:
         self.backend = backend
-        self.info = Info(
-            name=name,
-            version="0.1.0",
-            device="cpu" if INTERPRET or backend != "triton" else "cuda",
-            strict=True,
-            notes=notes,
-        )
+        self.info = Info(name=name, version="0.1.0", device=device, strict=True, notes=notes)
 
     def new_config(self, spec: ModelSpec, **options: Any) -> ForwardConfig:
         """Return a config with an empty registry."""
@@ -187,7 +180,7 @@ class ReferenceSurface:
 
     def get_layers(self, config: ForwardConfig, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the attention layers."""
-        return get_layers(config, Attention, names)  # type: ignore[return-value]
+        return get_layers(config, Attention, names)
 
     def needs_own_cache(self, config: ForwardConfig, layer_name: str) -> bool:
         """Whether the layer has a spec."""
@@ -238,6 +231,10 @@ class ReferenceSurface:
         flat = [None if x is None else x.flatten(1) for x in (query, key, value)]
         return layer(*flat).view_as(query)  # type: ignore[no-any-return]
 
+    def forward_includes_kv_cache_update(self, layer: Attention) -> bool:
+        """Return the backend's flag."""
+        return layer.attn_backend.forward_includes_kv_cache_update
+
     def op(self, name: str) -> Any:
         """Return the op."""
         if name not in ("unified_kv_cache_update", "unified_attention_with_output"):
@@ -250,6 +247,3 @@ class ReferenceSurface:
 
 
 eager = ReferenceImplementation("reference", "eager")
-triton = ReferenceImplementation(
-    "reference-triton", "triton", ("Triton runs in the interpreter, on the CPU",) if INTERPRET else ()
-)
