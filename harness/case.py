@@ -213,6 +213,8 @@ def parse_case(text: str) -> Case:
         arguments = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
     except InvalidCaseError:
         raise
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise InvalidCaseError(f"Case(...) with something else than literals: {error}") from None
+    except SyntaxError as error:
+        raise InvalidCaseError(f"Case(...) is no valid expression: {error.msg}") from None
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise InvalidCaseError("Case(...) may hold literals only") from None
     return _make(arguments)

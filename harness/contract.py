@@ -55,6 +55,8 @@ class Info:
     """Whether a request's output keeps every bit when the rest of the batch changes (INV-2)."""
     rounds_scores: bool = False
     """Whether q.k is rounded to the storage dtype before the softmax, which widens the bound."""
+    slow: bool = False
+    """Whether cases should be small and few: an interpreter, a simulator."""
     strict: bool = False
     """Whether STRICT clauses are judged; otherwise a deviation is advice."""
     dialects: Mapping[str, str] = field(default_factory=dict)

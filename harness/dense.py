@@ -34,23 +34,27 @@ class Expected:
     bound: torch.Tensor
 
 
-MAX_ELEMENTS = 1 << 22
-"""Scores of one batch; longer lists are cut into several batches."""
+MAX_SCORES = 1 << 20
+"""Scores of one batch, padding included; longer lists are cut into several batches."""
 
 
 def dense_attention(rows: Sequence[Row], scale: float, bound: Bound) -> list[Expected]:
     """Attend causally for each row: query i of query_len sees the keys up to position seq_len - query_len + i."""
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].key.shape[0], rows[i].query.shape[0]))
+    # Rows of like lengths side by side, so that little of a batch is padding.
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].query.shape[0].bit_length(), rows[i].key.shape[0]))
     results: list[Expected | None] = [None] * len(rows)
     batch: list[int] = []
-    widest_query = 0
+    widest_query = widest_key = 0
     for index in order:
-        widest_query = max(widest_query, rows[index].query.shape[0])
-        size = rows[index].key.shape[0] * widest_query * rows[index].query.shape[1]
-        if batch and size * (len(batch) + 1) > MAX_ELEMENTS:
+        query_len, num_heads, _ = rows[index].query.shape
+        seq_len = rows[index].key.shape[0]
+        wider_query, wider_key = max(widest_query, query_len), max(widest_key, seq_len)
+        another_bucket = batch and query_len.bit_length() != widest_query.bit_length()
+        if another_bucket or (batch and wider_query * wider_key * num_heads * (len(batch) + 1) > MAX_SCORES):
             _attend_batch(rows, batch, scale, bound, results)
-            batch, widest_query = [], rows[index].query.shape[0]
+            batch, wider_query, wider_key = [], query_len, seq_len
         batch.append(index)
+        widest_query, widest_key = wider_query, wider_key
     if batch:
         _attend_batch(rows, batch, scale, bound, results)
     return [result for result in results if result is not None]

@@ -8,8 +8,8 @@ import torch
 
 from harness.case import Case
 
-PADDING_VALUE = 6e4
-"""What rows of padding hold: large, and finite in float16."""
+PADDING_VALUE = -6e4
+"""What rows of padding hold: large, finite in float16, and not what a poisoned cache holds: a write must show."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from harness.bits import same_bits
 from harness.case import Case
 from harness.contract import Implementation, Info, Model, Phase, Poison
 from harness.dense import Expected, Row, dense_attention
@@ -25,7 +26,7 @@ class SubjectError(Exception):
     def __init__(self, phase: Phase, where: str, error: BaseException | str) -> None:
         self.phase = phase
         self.where = where
-        self.what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.what = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         self.origin = "" if isinstance(error, str) else _innermost_frame(error)
         super().__init__(f"{phase.value} {where}: {self.what}")
 
@@ -44,7 +45,7 @@ class LayerRecord:
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor
-    """[num_tokens, num_heads, head_size]: a copy of what came back."""
+    """[num_tokens, num_heads, head_size]: a copy, made at the end of the step, of what came back."""
     inputs_changed: tuple[str, ...] = ()
     """Which of query, key, value differ after the call."""
     cache_before: Views | None = None
@@ -204,6 +205,9 @@ def _run_step(model: Model, case: Case, inputs: Inputs, record: StepRecord, numb
         raise
     except Exception as error:
         raise SubjectError(Phase.STEP, f"{where}, forward_context", error) from error
+    for layer_record in record.layers:
+        # Not earlier: a layer must not overwrite what another one has returned.
+        layer_record.output = layer_record.output.clone()
 
 
 def _run_layer(
@@ -218,10 +222,10 @@ def _run_layer(
     changed = tuple(
         what
         for what, now, then in zip(("query", "key", "value"), given, (query, key, value), strict=True)
-        if not torch.equal(now, then)
+        if not same_bits(now, then)
     )
     after = copy_views(model, name) if watch_cache else None
-    return LayerRecord(query, key, value, output.detach().clone(), changed, before, after)
+    return LayerRecord(query, key, value, output.detach(), changed, before, after)
 
 
 def check_output(output: object, query: torch.Tensor, where: str) -> None:

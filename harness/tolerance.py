@@ -23,6 +23,10 @@ SMALLEST_BLOCK = 16
 """Keys in one tile of an online softmax; fewer tiles would only make the bound smaller."""
 
 
+SLACK = 1.0 + 2.0**-10
+"""For the float32 arithmetic of the bound itself."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """What the bound depends on besides the values."""
@@ -53,6 +57,8 @@ def worst_case_bound(
         scores: [..., num_queries, num_keys], before the mask; `weights` after it.
         visible: bool, broadcast to `scores`.
     """
+    # The bound itself is computed in float32: it needs no more than a few digits, and the slack below covers them.
+    query, key, value, scores, weights, output = (x.float() for x in (query, key, value, scores, weights, output))
     info = torch.finfo(bound.dtype)
     unit, half_subnormal = info.eps / 2, info.smallest_normal * info.eps / 2
     head_size = query.shape[-1]
@@ -69,9 +75,9 @@ def worst_case_bound(
     # To first order the weights move by their own error less the mean one; the mean divides the rest.
     mean_eps = weighted_eps.sum(-1, keepdim=True)
     from_weights = (weighted_eps @ absolute + output.abs() * mean_eps) / (1 - mean_eps).clamp(min=0.5)
-    num_keys = visible.sum(-1, keepdim=True).double()
+    num_keys = visible.sum(-1, keepdim=True).float()
     accumulation = (num_keys + 8 * (num_keys / SMALLEST_BLOCK + 1) + 16) * UNIT_FLOAT32 * magnitude
     rounded = unit * magnitude
-    rounded = rounded + half_subnormal * (visible.double() @ absolute) * weights.amax(-1, keepdim=True)
+    rounded = rounded + half_subnormal * (visible.float() @ absolute) * weights.amax(-1, keepdim=True)
     total = from_weights + accumulation + rounded
-    return total + (unit * (output.abs() + total)).clamp(min=half_subnormal)
+    return SLACK * (total + (unit * (output.abs() + total)).clamp(min=half_subnormal)).double()

@@ -125,9 +125,11 @@ class WritesNeverBackend(EagerBackend):
 class ReferenceImplementation:
     """The reference with one of its backends."""
 
-    def __init__(self, name: str, backend: str, device: str = "cpu", notes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, name: str, backend: str, device: str = "cpu", slow: bool = False, notes: tuple[str, ...] = ()
+    ) -> None:
         self.backend = backend
-        self.info = Info(name=name, version="0.1.0", device=device, strict=True, notes=notes)
+        self.info = Info(name=name, version="0.1.0", device=device, slow=slow, strict=True, notes=notes)
 
     def new_config(self, spec: ModelSpec, **options: Any) -> ForwardConfig:
         """Return a config with an empty registry."""

@@ -17,5 +17,6 @@ triton = ReferenceImplementation(
     "reference-triton",
     "triton",
     "cpu" if INTERPRET else "cuda",
+    INTERPRET,
     ("Triton runs in the interpreter, on the CPU",) if INTERPRET else (),
 )

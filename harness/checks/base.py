@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from harness.bits import same_bits
 from harness.case import Case
 from harness.clauses import CLAUSES, Level
 from harness.contract import Implementation, LayerSpec, Phase, Poison, StepPlan, Surface, Unsupported
@@ -44,8 +45,18 @@ class Check:
     sentence: str
 
     def __call__(self, *arguments: Any) -> None:
-        """Run it."""
-        self.function(*arguments)
+        """Run it. What it found is not hidden by what a broken context raises while it is left."""
+        try:
+            self.function(*arguments)
+        except (Violation, Unsupported):
+            raise
+        except Exception as error:
+            found = error.__context__
+            while found is not None and not isinstance(found, Violation):
+                found = found.__context__
+            if found is None:
+                raise
+            raise found from None
 
 
 def check(kind: Kind, *clauses: str, strict: bool = False) -> Callable[[Callable[..., None]], Check]:
@@ -172,19 +183,6 @@ class Scene:
 def same_views(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Whether two copies of a cache are equal, bit for bit."""
     return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same bytes as integers, so that NaN equals itself and -0.0 differs from 0.0."""
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal, bit for bit."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(as_bits(a), as_bits(b))
 
 
 def layer_spec(layer: int, target: int | str | None = None, **changes: Any) -> LayerSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from harness.checks.base import BASE_CASE, Kind, Scene, check, must_raise, require, same_bits, same_views
+from harness.bits import same_bits
+from harness.checks.base import BASE_CASE, Kind, Scene, check, must_raise, require, same_views
 from harness.contract import Phase, Surface, Unsupported
 
 NOT_SET = "Forward context is not set. Please use `set_forward_context` to set the forward context."
@@ -36,11 +38,34 @@ def _require_none_set(surface: Surface, what: str) -> None:
     must_raise(surface.get_forward_context, f"get_forward_context {what}", Phase.STEP, AssertionError, NOT_SET)
 
 
+def _is_current(surface: Surface, context: object) -> bool:
+    try:
+        return surface.get_forward_context() is context
+    except AssertionError:
+        return False
+
+
 @contextmanager
 def _clean(surface: Surface) -> Iterator[None]:
     """Whatever a check finds, do not let it leak into the next one."""
     with surface.override_forward_context(None):
         yield
+
+
+@contextmanager
+def _new_memory_holds_nan() -> Iterator[None]:
+    """Let torch fill what it allocates, so that an output which is not written shows, whatever the memory held."""
+    deterministic: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_deterministic_debug_mode("warn")
+        deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before[0])
+            deterministic.fill_uninitialized_memory = before[1]
 
 
 @check(Kind.SURFACE, "CTX-1")
@@ -67,21 +92,17 @@ def previous_context_is_restored(surface: Surface) -> None:
             outer = surface.get_forward_context()
             with surface.set_forward_context(config, {}):
                 require(surface.get_forward_context() is not outer, "the inner context is the outer one")
-            require(surface.get_forward_context() is outer, "after a nested context the outer one is not restored")
+            require(_is_current(surface, outer), "after a nested context the outer one is not restored")
             for error in (_InjectedError, KeyboardInterrupt, GeneratorExit):
                 try:
                     with surface.set_forward_context(config, {}):
                         raise error
                 except error:
                     pass
-                require(
-                    surface.get_forward_context() is outer, f"after {error.__name__} the outer context is not restored"
-                )
+                require(_is_current(surface, outer), f"after {error.__name__} the outer context is not restored")
             with surface.override_forward_context(None):
                 _require_none_set(surface, "under override_forward_context(None)")
-            require(
-                surface.get_forward_context() is outer, "after override_forward_context the outer one is not restored"
-            )
+            require(_is_current(surface, outer), "after override_forward_context the outer one is not restored")
         _require_none_set(surface, "after the outermost context")
 
 
@@ -179,9 +200,7 @@ def profiling_run_does_not_crash_and_still_writes(surface: Surface) -> None:
 def profiling_run_gives_zeros(surface: Surface) -> None:
     """Metadata None: the output is zeros."""
     scene = Scene(surface)
-    with _clean(surface):
-        poison = [torch.full((1 << 14,), 7.0) for _ in range(8)]
-        del poison  # so that an output which is not written shows what was in memory before
+    with _clean(surface), _new_memory_holds_nan():
         output = scene.run(attn_metadata=None)[0]
         require(not output.any(), f"output in a profiling run has {int((output != 0).sum())} values that are not 0")
 
@@ -216,6 +235,14 @@ def context_has_all_fields(surface: Surface) -> None:
                 require(tokens == 2, f"batch_descriptor.num_tokens={tokens} in mode {mode}, but should be 2")
                 require(context.skip_compiled is True, f"skip_compiled={context.skip_compiled}, but should be True")
                 require(context.is_padding is padding, "is_padding is not the tensor that was passed")
+                descriptor = context.batch_descriptor
+            slices = object()
+            with surface.set_forward_context(
+                config, {}, num_tokens=7, batch_descriptor=descriptor, ubatch_slices=slices
+            ):
+                context = surface.get_forward_context()
+                require(context.batch_descriptor is descriptor, "batch_descriptor is not the one that was passed")
+                require(context.ubatch_slices is slices, "ubatch_slices is not the object that was passed")
 
 
 @check(Kind.SURFACE, "CTX-8")
@@ -238,7 +265,7 @@ def invalid_runtime_mode_is_refused(surface: Surface) -> None:
                 AssertionError,
                 "Invalid cudagraph runtime mode: ",
             )
-            require(surface.get_forward_context() is outer, f"after the refused mode {name} the context has changed")
+            require(_is_current(surface, outer), f"after the refused mode {name} the context has changed")
 
 
 @check(Kind.SURFACE, "CTX-9")
@@ -300,5 +327,25 @@ def suspended_generator_does_not_leak_its_context(surface: Surface) -> None:
         with surface.set_forward_context(config, {}):
             mine = surface.get_forward_context()
             must_raise(generator.close, "closing a generator inside a later context", Phase.STEP, Exception)
-            require(surface.get_forward_context() is mine, "closing a generator took away the context of its caller")
+            require(_is_current(surface, mine), "closing a generator took away the context of its caller")
         _require_none_set(surface, "after a generator inside a context was closed")
+
+
+@check(Kind.SURFACE, "CTX-13")
+def lookup_is_by_name(surface: Surface) -> None:
+    """A model called twice in one context, or in another order, gets the same entries."""
+    scene = Scene(surface, replace(BASE_CASE, kv_sharing=(-1, -1, -1)))
+    with _clean(surface):
+        scene.run(0)
+        # A decode, so that a layer that is mistaken for another one reads a history that is not its own.
+        want = scene.run(1)
+        actual = scene.step(1).num_actual_tokens
+        with scene.context(1):
+            for order in ((0, 1, 2), (2, 0, 1), (1, 1, 0)):
+                for layer in order:
+                    got = surface.call(scene.layers[layer], *scene.tensors(1, layer))[:actual]
+                    require(
+                        same_bits(got, want[layer]),
+                        f"called in the order {order} in one context, the output differs from that of the first pass",
+                        layer_name=scene.names[layer],
+                    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from harness.checks.base import Kind, as_bits, check, rerun
+from harness.bits import as_bits
+from harness.checks.base import Kind, check, rerun
 from harness.contract import Implementation, Model
 from harness.inputs import make_inputs
 from harness.plan import PlannedStep

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from harness.bits import as_bits
 from harness.case import Case
-from harness.checks.base import Kind, as_bits, check, rerun
+from harness.checks.base import Kind, check, rerun
 from harness.contract import Implementation, Poison, StepPlan
 from harness.plan import CasePlan, PlannedStep, plan_case
 from harness.run import Observation, bounds_by_position, outputs_by_position

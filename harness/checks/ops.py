@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from harness.checks.base import BASE_CASE, Kind, Scene, as_bits, check, must_raise, require, same_bits, same_views
+from harness.bits import as_bits, same_bits
+from harness.checks.base import BASE_CASE, Kind, Scene, check, must_raise, require, same_views
 from harness.contract import Phase, Surface
 from harness.run import Observation
 from harness.verdict import Violation
@@ -31,6 +32,8 @@ def ops_have_the_schema(surface: Surface) -> None:
     got = [argument.name for argument in attend.arguments]
     want = ["query", "key", "value", "output", "layer_name"]
     require(got[:5] == want, f"{ATTEND} takes {got}, but should begin with {want}")
+    mutated = {argument.name for argument in update.arguments if argument.alias_info and argument.alias_info.is_write}
+    require(not mutated, f"{UPDATE} declares that it mutates {sorted(mutated)}, but its inputs must not change")
     require("kv_cache_dummy_dep" in got, f"{ATTEND} has no argument kv_cache_dummy_dep")
     require(not attend.returns, f"{ATTEND} returns {len(attend.returns)} values, but should return none")
     mutated = {argument.name for argument in attend.arguments if argument.alias_info and argument.alias_info.is_write}
@@ -204,6 +207,8 @@ def inputs_are_unchanged(observation: Observation) -> None:
 def _tensors(value: Any, path: str, found: dict[str, torch.Tensor], depth: int = 0) -> None:
     if isinstance(value, torch.Tensor):
         found[path] = value
+    elif isinstance(value, int):
+        found[path] = torch.tensor(value)
     elif depth < 5 and isinstance(value, dict):
         for key, item in value.items():
             _tensors(item, f"{path}[{key!r}]", found, depth + 1)
@@ -226,9 +231,13 @@ def metadata_and_slots_are_unchanged(surface: Surface) -> None:
         _tensors(slots, "slot_mapping", found)
         before = {path: as_bits(tensor).clone() for path, tensor in found.items()}
         scene.run(number, attn_metadata=metadata, slot_mapping=slots)
-        for path, tensor in found.items():
+        after: dict[str, torch.Tensor] = {}
+        _tensors(metadata, "attn_metadata", after)
+        _tensors(slots, "slot_mapping", after)
+        # What a backend adds for itself is no change of what was given.
+        for path, bits in before.items():
             require(
-                torch.equal(as_bits(tensor), before[path]),
+                path in after and torch.equal(as_bits(after[path]), bits),
                 f"{path} changed in the step, but should be left as given",
                 step=number,
             )

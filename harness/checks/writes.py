@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from harness.checks.base import Kind, as_bits, check
+from harness.bits import as_bits
+from harness.checks.base import Kind, check
 from harness.run import LayerRecord, Observation, StepRecord
 from harness.verdict import Violation
 

@@ -50,7 +50,8 @@ class TritonImpl(AttentionImpl):
         num_tokens = slot_mapping.shape[0]
         if num_tokens == 0:
             return
-        write_kv_cache_kernel[(num_tokens,)](
+        block_tokens = 128 if INTERPRET else 4
+        write_kv_cache_kernel[(triton.cdiv(num_tokens, block_tokens),)](
             key,
             value,
             kv_cache,
@@ -59,8 +60,10 @@ class TritonImpl(AttentionImpl):
             *value.stride()[:2],
             *kv_cache.stride()[:4],
             kv_cache.shape[2],
+            num_tokens,
             NUM_KV_HEADS=self.num_kv_heads,
             HEAD_SIZE=self.head_size,
+            BLOCK_TOKENS=block_tokens,
             BLOCK=triton.next_power_of_2(self.num_kv_heads * self.head_size),
         )
 
@@ -87,7 +90,7 @@ class TritonImpl(AttentionImpl):
             return
         group_size = self.num_heads // self.num_kv_heads
         # tl.dot needs 16 rows. The interpreter's cost follows the number of programs and trips: large tiles there.
-        block_m = max(64 if INTERPRET else 16, triton.next_power_of_2(group_size))
+        block_m = max(256 if INTERPRET else 16, triton.next_power_of_2(group_size))
         block_q = block_m // group_size
         # An upper bound that needs no host copy of the lengths: request r has query_len // block_q + 1 tiles.
         num_tiles = attn_metadata.num_actual_tokens // block_q + num_reqs
@@ -110,7 +113,7 @@ class TritonImpl(AttentionImpl):
             HEAD_SIZE_PADDED=max(16, triton.next_power_of_2(self.head_size)),
             BLOCK_Q=block_q,
             BLOCK_M=block_m,
-            BLOCK_N=128 if INTERPRET else 32,
+            BLOCK_N=256 if INTERPRET else 32,
             INTERPRET=INTERPRET,
         )
 

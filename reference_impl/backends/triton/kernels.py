@@ -37,29 +37,30 @@ def write_kv_cache_kernel(
     stride_cache_slot,
     stride_cache_head,
     block_size,
+    num_tokens,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,  # next power of two of NUM_KV_HEADS * HEAD_SIZE
 ):
-    """One program a token: copy all its heads of K and V into its slot; a negative slot is padding (WRT-2)."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    if slot >= 0:
-        element = tl.arange(0, BLOCK)
-        mask = element < NUM_KV_HEADS * HEAD_SIZE
-        head = element // HEAD_SIZE
-        dim = element % HEAD_SIZE
-        target = (
-            kv_cache_ptr
-            + (slot // block_size) * stride_cache_block
-            + (slot % block_size) * stride_cache_slot
-            + head * stride_cache_head
-            + dim
-        )
-        key = tl.load(key_ptr + token * stride_key_token + head * stride_key_head + dim, mask=mask, other=0.0)
-        value = tl.load(value_ptr + token * stride_value_token + head * stride_value_head + dim, mask=mask, other=0.0)
-        tl.store(target, key, mask=mask)
-        tl.store(target + stride_cache_kv, value, mask=mask)
+    """Copy all heads of K and V of a few tokens into their slots; a negative slot is padding (WRT-2)."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    element = tl.arange(0, BLOCK)
+    head = element // HEAD_SIZE
+    dim = element % HEAD_SIZE
+    mask = (slot >= 0)[:, None] & (element < NUM_KV_HEADS * HEAD_SIZE)[None, :]
+    target = (
+        kv_cache_ptr
+        + ((slot // block_size) * stride_cache_block + (slot % block_size) * stride_cache_slot)[:, None]
+        + (head * stride_cache_head + dim)[None, :]
+    )
+    key_offset = token[:, None] * stride_key_token + (head * stride_key_head + dim)[None, :]
+    value_offset = token[:, None] * stride_value_token + (head * stride_value_head + dim)[None, :]
+    key = tl.load(key_ptr + key_offset, mask=mask, other=0.0)
+    value = tl.load(value_ptr + value_offset, mask=mask, other=0.0)
+    tl.store(target, key, mask=mask)
+    tl.store(target + stride_cache_kv, value, mask=mask)
 
 
 @triton.jit

@@ -1,0 +1,80 @@
+"""Faults of ERR: what an error of the surroundings leaves behind."""
+
+# The docstring of a fault says what it does.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from harness.adapters.reference import ReferenceModel
+from harness.contract import StepPlan
+from harness.faults.base import Patch, fault
+from reference_impl.backends.eager import EagerImpl
+
+
+def step_is(step: Any) -> list[Patch]:
+    """Replace the context of a step: a generator function of (model, plan)."""
+    return [patch.object(ReferenceModel, "forward_context", contextmanager(step))]
+
+
+_forward_context = ReferenceModel.forward_context
+
+
+@fault("next_step_is_right_after_an_error", "ERR-1")
+def caches_are_cleared_after_an_error() -> Iterable[Patch]:
+    """When a step fails, the caches of all requests are cleared."""
+
+    def step(model: ReferenceModel, plan: StepPlan) -> Iterator[None]:
+        try:
+            with _forward_context(model, plan):
+                yield
+        except Exception:
+            for layer in model.layers.values():
+                layer.kv_cache.zero_()
+            raise
+
+    return step_is(step)
+
+
+@fault("next_step_is_right_after_an_error", "ERR-1")
+def lengths_are_counted_twice_after_an_error() -> Iterable[Patch]:
+    """A model counts how often a step failed, and takes its tokens for written: the mask begins too late."""
+
+    def step(model: ReferenceModel, plan: StepPlan) -> Iterator[None]:
+        lost = vars(model).get("lost", 0)
+        reach = len(plan.block_table[0]) * model.config.cache.block_size
+        longer = tuple(min(seq_len + lost, reach) for seq_len in plan.seq_lens)
+        try:
+            with _forward_context(model, replace(plan, seq_lens=longer)):
+                yield
+        except Exception:
+            vars(model)["lost"] = lost + 1
+            raise
+
+    return step_is(step)
+
+
+@fault("next_step_is_right_after_an_error", "ERR-1")
+def layer_stays_in_use_after_an_error() -> Iterable[Patch]:
+    """A failed step marks its layers as in use, and a layer in use does not write."""
+
+    def step(model: ReferenceModel, plan: StepPlan) -> Iterator[None]:
+        try:
+            with _forward_context(model, plan):
+                yield
+        except Exception:
+            for layer in model.layers.values():
+                vars(layer)["in_use"] = True
+            raise
+
+    forward: Any = EagerImpl.forward
+
+    def attend(impl: EagerImpl, layer: Any, *arguments: Any) -> None:
+        *given, slots, output = arguments
+        forward(impl, layer, *given, None if vars(layer).get("in_use") else slots, output)
+
+    return [*step_is(step), patch.object(EagerImpl, "forward", attend)]

@@ -1,0 +1,219 @@
+"""Run an implementation in worker processes, so that what it does to its process costs one case.
+
+The parent never imports the implementation. A worker says what it is about to do, and sends each verdict at once; when
+it dies or hangs, the parent knows on which case, and starts another.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+from harness.case import Case
+from harness.contract import Info
+from harness.load import UsageError, load_implementation
+from harness.verdict import Status, Verdict
+
+LOAD_SECONDS = 180.0
+"""Time that an implementation may take to be imported."""
+CASE_SECONDS = 120.0
+"""Time that one case may take with all its checks; beyond it, the implementation hangs."""
+MAX_CRASHES = 5
+"""After so many the rest is not run."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of work for a worker."""
+
+    kind: Literal["surface", "chunk", "case"]
+    checks: tuple[str, ...]
+    seed: int = 0
+    num_cases: int = 0
+    small: bool = False
+    case: Case | None = None
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+    task: Task | None = None
+    at: str | Case | None = None
+    """What it is doing: a check's name or a case."""
+    since: float = field(default_factory=time.monotonic)
+    loaded: bool = False
+
+
+def _worker_main(name: str, connection: Connection) -> None:
+    """Load the implementation, then do tasks until the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What the implementation prints must not get into the report.
+    os.dup2(2, 1)
+    from harness import judge
+
+    judge.use_one_thread()
+    try:
+        implementation = load_implementation(name)
+    except UsageError as error:
+        connection.send(("usage", str(error)))
+        return
+    connection.send(("loaded", implementation.info))
+    while True:
+        try:
+            task, seconds = connection.recv()
+        except EOFError:
+            return
+        checks = judge.select(task.checks)
+        if task.kind == "surface":
+            for check in checks:
+                connection.send(("at", check.name))
+                for verdict in judge.judge_surface(implementation, [check]):
+                    connection.send(("verdicts", [verdict]))
+        elif task.kind == "case":
+            connection.send(("at", task.case))
+            connection.send(("verdicts", judge.judge_case(implementation, task.case, checks)))
+        else:
+            judge.judge_chunk(
+                implementation,
+                checks,
+                task.seed,
+                task.num_cases,
+                small=task.small,
+                deadline=time.monotonic() + seconds,
+                on_case=lambda case: connection.send(("at", case)),
+                on_verdicts=lambda verdicts: connection.send(("verdicts", verdicts)),
+            )
+        connection.send(("done", None))
+
+
+class Pool:
+    """Workers for one implementation.
+
+    Args:
+        name: the implementation, as on the command line.
+        jobs: how many workers.
+        on_info: called once, with what the implementation declares.
+        on_verdicts: called with the verdicts of each case, as they come.
+        on_case: called when a case or a SURFACE check begins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        jobs: int,
+        *,
+        on_info: Callable[[Info], Sequence[Task]],
+        on_verdicts: Callable[[list[Verdict]], None],
+        on_case: Callable[[str | Case], None] = lambda what: None,
+    ) -> None:
+        self.name = name
+        self.jobs = jobs
+        self.on_info = on_info
+        self.on_verdicts = on_verdicts
+        self.on_case = on_case
+        self.crashes = 0
+        self.tasks: deque[Task] = deque()
+        self._workers: list[_Worker] = []
+        self._context = multiprocessing.get_context("spawn")
+        self._informed = False
+
+    def run(self, deadline: float = float("inf")) -> None:
+        """Start one worker, ask `on_info` for the tasks, and do them all, or those that fit before the deadline.
+
+        Raises:
+            UsageError: the implementation cannot be loaded.
+        """
+        self._start()
+        try:
+            while self._workers:
+                ready = wait([worker.connection for worker in self._workers], timeout=0.5)
+                for worker in list(self._workers):
+                    if worker.connection in ready:
+                        self._receive(worker, deadline)
+                    elif time.monotonic() - worker.since > (CASE_SECONDS if worker.loaded else LOAD_SECONDS):
+                        self._lost(worker, "hangs", deadline)
+        finally:
+            for worker in self._workers:
+                worker.process.kill()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_worker_main, args=(self.name, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append(_Worker(process, ours))
+
+    def _receive(self, worker: _Worker, deadline: float) -> None:
+        try:
+            kind, value = worker.connection.recv()
+        except (EOFError, OSError):
+            worker.process.join(5)
+            self._lost(worker, _how_it_ended(worker.process.exitcode), deadline)
+            return
+        worker.since = time.monotonic()
+        if kind == "usage":
+            raise UsageError(value)
+        if kind == "loaded":
+            worker.loaded = True
+            if not self._informed:
+                self._informed = True
+                self.tasks.extend(self.on_info(value))
+                for _ in range(min(self.jobs, len(self.tasks)) - 1):
+                    self._start()
+            self._next_task(worker, deadline)
+        elif kind == "at":
+            worker.at = value
+            self.on_case(value)
+        elif kind == "verdicts":
+            self.on_verdicts(value)
+        else:
+            self._next_task(worker, deadline)
+
+    def _next_task(self, worker: _Worker, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if not self.tasks or left <= 0:
+            worker.connection.close()
+            self._workers.remove(worker)
+            worker.process.join(5)
+            return
+        worker.task, worker.at = self.tasks.popleft(), None
+        worker.connection.send((worker.task, left))
+
+    def _lost(self, worker: _Worker, how: str, deadline: float) -> None:
+        worker.process.kill()
+        self._workers.remove(worker)
+        if not worker.loaded:
+            raise UsageError(f"cannot load {self.name}: the process that imported it {how}")
+        self.crashes += 1
+        self.on_verdicts([_crash_verdict(worker.at, how)])
+        if worker.task is not None and worker.task.kind == "surface" and isinstance(worker.at, str):
+            rest = worker.task.checks[worker.task.checks.index(worker.at) + 1 :]
+            if rest:
+                self.tasks.appendleft(Task("surface", rest))
+        if self.crashes >= MAX_CRASHES:
+            self.tasks.clear()
+        elif self.tasks and time.monotonic() < deadline:
+            self._start()
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def _crash_verdict(at: str | Case | None, how: str) -> Verdict:
+    from harness.checks import CHECKS
+
+    if isinstance(at, str):
+        return Verdict(at, CHECKS[at].clauses, Status.FAIL, f"the process of the implementation {how} in this check")
+    message = f"the process of the implementation {how}" + ("" if at is None else " on this case")
+    return Verdict("every_step_runs", ("ATT-1",), Status.FAIL, message, case=at)

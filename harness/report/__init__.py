@@ -1,0 +1,1 @@
+"""Reports of verdicts: on the terminal, and as JSON lines."""

@@ -1,0 +1,14 @@
+"""The one line that replays a failure."""
+
+from __future__ import annotations
+
+import shlex
+
+from harness.verdict import Verdict
+
+
+def replay_line(implementation: str, verdict: Verdict) -> str:
+    """Return a shell command that runs just this check again."""
+    if verdict.case is None:
+        return f"proptable check -i {shlex.quote(implementation)} --check {verdict.check}"
+    return f"proptable replay -i {shlex.quote(implementation)} {shlex.quote(repr(verdict.case))}"

@@ -1,0 +1,143 @@
+"""A whole run on one implementation: which tasks, and what they found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from harness.case import Case
+from harness.contract import Implementation, Info
+from harness.isolate import Pool, Task
+from harness.verdict import Verdict
+
+PROFILES = {"quick": (200, 20), "default": (1000, 100), "nightly": (20_000, 2_000)}
+"""Profile to the number of cases: for most implementations, and for those that declare that they are slow."""
+
+
+@dataclass
+class Result:
+    """What is known of one implementation."""
+
+    name: str
+    info: Info
+    verdicts: list[Verdict]
+    num_cases: int
+    seconds: float
+    interrupted: bool = False
+
+
+@dataclass
+class Session:
+    """Settings of a run.
+
+    Args:
+        profile: one of PROFILES.
+        seed: decides which cases are generated.
+        budget: seconds after which no case is begun.
+        jobs: worker processes.
+        only: names of checks or clauses; empty: all.
+        on_progress: called with the number of things done and the number in all.
+    """
+
+    profile: str = "default"
+    seed: int = 0
+    budget: float = float("inf")
+    jobs: int = 1
+    only: Sequence[str] = ()
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    on_info: Callable[[Info], None] = lambda info: None
+    _total: int = field(default=0, init=False)
+
+    def tasks(self, info: Info) -> list[Task]:
+        """Return what there is to do."""
+        from harness.checks import Kind
+        from harness.judge import CHUNK_SIZE, chunk_seeds, select
+
+        checks = select(self.only)
+        surface = tuple(check.name for check in checks if check.kind is Kind.SURFACE)
+        others = tuple(check.name for check in checks if check.kind is not Kind.SURFACE)
+        tasks = [Task("surface", surface)] if surface else []
+        self._total = len(surface)
+        if others:
+            num_cases = PROFILES[self.profile][info.slow]
+            size = min(CHUNK_SIZE, num_cases, 10 if info.slow else CHUNK_SIZE)
+            for chunk_seed in chunk_seeds(self.seed, -(-num_cases // size)):
+                tasks.append(Task("chunk", others, chunk_seed, size, info.slow))
+                self._total += size
+        return tasks
+
+    def run(self, name: str) -> Result:
+        """Judge the implementation `name` in worker processes.
+
+        Raises:
+            UsageError: it cannot be loaded.
+        """
+        return self._run(name, self.tasks)
+
+    def run_cases(self, name: str, cases: Sequence[Case]) -> Result:
+        """Judge it on these cases alone.
+
+        Raises:
+            UsageError: it cannot be loaded.
+        """
+        from harness.checks import Kind
+        from harness.judge import select
+
+        checks = tuple(check.name for check in select(self.only) if check.kind is not Kind.SURFACE)
+        self._total = len(cases)
+        return self._run(name, lambda info: [Task("case", checks, case=case) for case in cases])
+
+    def _run(self, name: str, tasks: Callable[[Info], list[Task]]) -> Result:
+        from harness.judge import Findings, select
+
+        findings = Findings()
+        infos: list[Info] = []
+        seen: set[str] = set()
+        done = 0
+        begin = time.monotonic()
+
+        def on_info(info: Info) -> list[Task]:
+            nonlocal begin
+            begin = time.monotonic()
+            infos.append(info)
+            self.on_info(info)
+            return tasks(info)
+
+        def on_case(what: str | Case) -> None:
+            nonlocal done
+            done += 1
+            if isinstance(what, Case):
+                seen.add(repr(what))
+            self.on_progress(done, self._total)
+
+        def on_verdicts(verdicts: list[Verdict]) -> None:
+            for verdict in verdicts:
+                findings.add(verdict)
+
+        pool = Pool(name, self.jobs, on_info=on_info, on_verdicts=on_verdicts, on_case=on_case)
+        interrupted = False
+        try:
+            pool.run(time.monotonic() + self.budget)
+        except KeyboardInterrupt:
+            if not infos:
+                raise
+            interrupted = True
+        verdicts = findings.verdicts(select(self.only))
+        return Result(name, infos[0], verdicts, len(seen), time.monotonic() - begin, interrupted)
+
+
+def judge_in_process(
+    implementation: Implementation, num_cases: int = 200, seed: int = 0, only: Sequence[str] = ()
+) -> list[Verdict]:
+    """Judge an implementation in this process: for debuggers, and for a user's own pytest."""
+    from harness.judge import CHUNK_SIZE, Findings, chunk_seeds, judge_chunk, judge_surface, select
+
+    checks = select(only)
+    findings = Findings()
+    for verdict in judge_surface(implementation, checks):
+        findings.add(verdict)
+    size = min(CHUNK_SIZE, num_cases)
+    for chunk_seed in chunk_seeds(seed, -(-num_cases // size)):
+        findings.merge(judge_chunk(implementation, checks, chunk_seed, size, small=implementation.info.slow))
+    return findings.verdicts(checks)
