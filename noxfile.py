@@ -23,21 +23,21 @@ def pytest(session: nox.Session, *arguments: str) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests that need neither a GPU nor a peer."""
+    """Run all tests that need neither a GPU nor a peer."""
     install(session)
     pytest(session, "-n", "2")
 
 
 @nox.session
 def properties(session: nox.Session) -> None:
-    """What must hold for every case."""
+    """Run what must hold for every case."""
     install(session)
     pytest(session, "-n", "2", "tests/properties")
 
 
 @nox.session
 def failures(session: nox.Session) -> None:
-    """What must be refused, and the faults that the checks must see."""
+    """Run what must be refused, and the faults that the checks must see."""
     install(session)
     pytest(session, "-n", "2", "tests/failures")
 
@@ -62,7 +62,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Overhead of the context and the ops, side by side with the real vLLM, in one process."""
+    """Measure the overhead of the context and the ops side by side with the real vLLM, in one process."""
     install(session, "dev,vllm")
     session.install("-q", "--no-deps", VLLM)
     session.run("python", "benchmarks/overhead.py", *session.posargs, env=ENVIRONMENT)
@@ -70,7 +70,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and types."""
+    """Check style and types."""
     install(session)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")

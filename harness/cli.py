@@ -167,19 +167,18 @@ def smoke(names: str) -> int:
     """Run ten fixed cases: if these fail, the adapter is wrong."""
     from harness.report.terminal import conclusion, print_verdict
     from harness.smoke import smoke_cases
-    from harness.verdict import Status
+    from harness.verdict import Status, Verdict
 
-    found: list[Info] = []
-    session = Session(only=("no such check",), on_info=found.append)
-    session.run(names)
+    verdicts: list[Verdict] = []
+    result = Session(on_verdicts=verdicts.extend).run_cases(names, lambda info: list(smoke_cases(info).values()))
     worst = 0
-    for title, case in smoke_cases(found[0]).items():
-        result = Session().run_cases(names, [case])
-        code, _ = conclusion(result.verdicts)
+    for title, case in smoke_cases(result.info).items():
+        of_case = [verdict for verdict in verdicts if verdict.case == case]
+        code, _ = conclusion(of_case)
         worst = 1 if 1 in (worst, code) else max(worst, code)
         out.print(Text(f"{'ok  ' if code == 0 else 'FAIL'}  {title}", style="green" if code == 0 else "bold red"))
         if code:
-            for verdict in result.verdicts:
+            for verdict in of_case:
                 if verdict.status in (Status.FAIL, Status.ERROR):
                     print_verdict(out, names, verdict)
             out.print(Text("Later cases build on this one; mend it first."))
@@ -286,7 +285,7 @@ def replay(names: str, case_text: str, only: tuple[str, ...]) -> int:
 
     _check_names(only)
     case = _read_case(case_text)
-    result = Session(only=only).run_cases(names, [case])
+    result = Session(only=only).run_cases(names, lambda info: [case])
     shown = [verdict for verdict in result.verdicts if verdict.message != "was not reached"]
     print_report(out, names, result.info, shown, result.num_cases, result.seconds)
     return conclusion(shown)[0]

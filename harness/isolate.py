@@ -126,12 +126,11 @@ class Pool:
         self._informed = False
 
     def run(self, deadline: float = float("inf")) -> None:
-        """Start one worker, ask `on_info` for the tasks, and do them all, or those that fit before the deadline.
+        """Ask `on_info` for the tasks, and do them all, or those that fit before the deadline. Call `start` before.
 
         Raises:
             UsageError: the implementation cannot be loaded.
         """
-        self._start()
         try:
             while self._workers:
                 ready = wait([worker.connection for worker in self._workers], timeout=0.5)
@@ -144,7 +143,8 @@ class Pool:
             for worker in self._workers:
                 worker.process.kill()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start one worker, which loads the implementation."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_worker_main, args=(self.name, theirs), daemon=True)
         process.start()
@@ -167,7 +167,7 @@ class Pool:
                 self._informed = True
                 self.tasks.extend(self.on_info(value))
                 for _ in range(min(self.jobs, len(self.tasks)) - 1):
-                    self._start()
+                    self.start()
             self._next_task(worker, deadline)
         elif kind == "at":
             worker.at = value
@@ -201,7 +201,7 @@ class Pool:
         if self.crashes >= MAX_CRASHES:
             self.tasks.clear()
         elif self.tasks and time.monotonic() < deadline:
-            self._start()
+            self.start()
 
 
 def _how_it_ended(code: int | None) -> str:

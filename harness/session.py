@@ -47,6 +47,7 @@ class Session:
     only: Sequence[str] = ()
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_info: Callable[[Info], None] = lambda info: None
+    on_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None
     _total: int = field(default=0, init=False)
 
     def tasks(self, info: Info) -> list[Task]:
@@ -75,8 +76,8 @@ class Session:
         """
         return self._run(name, self.tasks)
 
-    def run_cases(self, name: str, cases: Sequence[Case]) -> Result:
-        """Judge it on these cases alone.
+    def run_cases(self, name: str, cases: Callable[[Info], Sequence[Case]]) -> Result:
+        """Judge it on these cases alone, which may depend on what it declares.
 
         Raises:
             UsageError: it cannot be loaded.
@@ -84,14 +85,13 @@ class Session:
         from harness.checks import Kind
         from harness.judge import select
 
-        checks = tuple(check.name for check in select(self.only) if check.kind is not Kind.SURFACE)
-        self._total = len(cases)
-        return self._run(name, lambda info: [Task("case", checks, case=case) for case in cases])
+        def tasks(info: Info) -> list[Task]:
+            checks = tuple(check.name for check in select(self.only) if check.kind is not Kind.SURFACE)
+            return [Task("case", checks, case=case) for case in cases(info)]
+
+        return self._run(name, tasks)
 
     def _run(self, name: str, tasks: Callable[[Info], list[Task]]) -> Result:
-        from harness.judge import Findings, select
-
-        findings = Findings()
         infos: list[Info] = []
         seen: set[str] = set()
         done = 0
@@ -112,10 +112,16 @@ class Session:
             self.on_progress(done, self._total)
 
         def on_verdicts(verdicts: list[Verdict]) -> None:
+            self.on_verdicts(verdicts)
             for verdict in verdicts:
                 findings.add(verdict)
 
         pool = Pool(name, self.jobs, on_info=on_info, on_verdicts=on_verdicts, on_case=on_case)
+        pool.start()
+        # Imports torch, while the worker does the same.
+        from harness.judge import Findings, select
+
+        findings = Findings()
         interrupted = False
         try:
             pool.run(time.monotonic() + self.budget)
