@@ -107,7 +107,8 @@ def must_raise(
         for name in names:
             require(name in message, f"{phase.value}: {what} raised {got}, but the message should name {name!r}")
         return
-    raise Violation(f"{phase.value}: {what} raised nothing, but should raise {type_names}: {beginning}")
+    wanted_text = f": {beginning}" if beginning else ""
+    raise Violation(f"{phase.value}: {what} raised nothing, but should raise {type_names}{wanted_text}")
 
 
 BASE_CASE = Case(steps=((3, 18, 1), (1, 2, 1)), num_heads=4, num_kv_heads=2, head_size=32, padding=1, seed=1)

@@ -20,6 +20,21 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether triton was imported as an interpreter; it cannot change afterwards."""
 
 
+def launch_sizes(group_size: int, head_size: int) -> dict[str, int]:
+    """Return the constexprs of the attention kernel."""
+    # tl.dot needs 16 rows. The interpreter's cost follows the number of programs and trips: large tiles there.
+    block_m = max(256 if INTERPRET else 16, triton.next_power_of_2(group_size))
+    return {
+        "GROUP_SIZE": group_size,
+        "HEAD_SIZE": head_size,
+        "HEAD_SIZE_PADDED": max(16, triton.next_power_of_2(head_size)),
+        "BLOCK_Q": block_m // group_size,
+        "BLOCK_M": block_m,
+        "BLOCK_N": 256 if INTERPRET else 32,
+        "INTERPRET": INTERPRET,
+    }
+
+
 class TritonMetadataBuilder(AttentionMetadataBuilder):
     """The kernels read the common metadata as it is; nothing is copied to the host."""
 
@@ -88,12 +103,9 @@ class TritonImpl(AttentionImpl):
         output[attn_metadata.num_actual_tokens :].zero_()
         if attn_metadata.num_actual_tokens == 0 or num_reqs == 0:
             return
-        group_size = self.num_heads // self.num_kv_heads
-        # tl.dot needs 16 rows. The interpreter's cost follows the number of programs and trips: large tiles there.
-        block_m = max(256 if INTERPRET else 16, triton.next_power_of_2(group_size))
-        block_q = block_m // group_size
+        sizes = launch_sizes(self.num_heads // self.num_kv_heads, self.head_size)
         # An upper bound that needs no host copy of the lengths: request r has query_len // block_q + 1 tiles.
-        num_tiles = attn_metadata.num_actual_tokens // block_q + num_reqs
+        num_tiles = attn_metadata.num_actual_tokens // sizes["BLOCK_Q"] + num_reqs
         paged_attention_kernel[(num_tiles, self.num_kv_heads)](
             output,
             query,
@@ -108,13 +120,7 @@ class TritonImpl(AttentionImpl):
             *kv_cache.stride()[:4],
             attn_metadata.block_table.stride(0),
             kv_cache.shape[2],
-            GROUP_SIZE=group_size,
-            HEAD_SIZE=self.head_size,
-            HEAD_SIZE_PADDED=max(16, triton.next_power_of_2(self.head_size)),
-            BLOCK_Q=block_q,
-            BLOCK_M=block_m,
-            BLOCK_N=256 if INTERPRET else 32,
-            INTERPRET=INTERPRET,
+            **sizes,
         )
 
 
