@@ -282,11 +282,12 @@ def _with_progress(session: Session, name: str) -> Result:
 def replay(names: str, case_text: str, only: tuple[str, ...]) -> int:
     """Run one case again, with all checks that take a case."""
     from harness.report.terminal import conclusion, print_report
+    from harness.verdict import NOT_REACHED
 
     _check_names(only)
     case = _read_case(case_text)
     result = Session(only=only).run_cases(names, lambda info: [case])
-    shown = [verdict for verdict in result.verdicts if verdict.message != "was not reached"]
+    shown = [verdict for verdict in result.verdicts if verdict.message != NOT_REACHED]
     print_report(out, names, result.info, shown, result.num_cases, result.seconds)
     return conclusion(shown)[0]
 

@@ -124,21 +124,25 @@ class Pool:
         self._workers: list[_Worker] = []
         self._context = multiprocessing.get_context("spawn")
         self._informed = False
+        self._budget = self._deadline = float("inf")
 
-    def run(self, deadline: float = float("inf")) -> None:
-        """Ask `on_info` for the tasks, and do them all, or those that fit before the deadline. Call `start` before.
+    def run(self, budget: float = float("inf")) -> None:
+        """Ask `on_info` for the tasks, and do them all, or those that can begin within `budget` seconds of loading.
+
+        Call `start` before.
 
         Raises:
             UsageError: the implementation cannot be loaded.
         """
+        self._budget = budget
         try:
             while self._workers:
                 ready = wait([worker.connection for worker in self._workers], timeout=0.5)
                 for worker in list(self._workers):
                     if worker.connection in ready:
-                        self._receive(worker, deadline)
+                        self._receive(worker)
                     elif time.monotonic() - worker.since > (CASE_SECONDS if worker.loaded else LOAD_SECONDS):
-                        self._lost(worker, "hangs", deadline)
+                        self._lost(worker, "hangs")
         finally:
             for worker in self._workers:
                 worker.process.kill()
@@ -151,12 +155,12 @@ class Pool:
         theirs.close()
         self._workers.append(_Worker(process, ours))
 
-    def _receive(self, worker: _Worker, deadline: float) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             kind, value = worker.connection.recv()
         except (EOFError, OSError):
             worker.process.join(5)
-            self._lost(worker, _how_it_ended(worker.process.exitcode), deadline)
+            self._lost(worker, _how_it_ended(worker.process.exitcode))
             return
         worker.since = time.monotonic()
         if kind == "usage":
@@ -165,20 +169,21 @@ class Pool:
             worker.loaded = True
             if not self._informed:
                 self._informed = True
+                self._deadline = time.monotonic() + self._budget
                 self.tasks.extend(self.on_info(value))
                 for _ in range(min(self.jobs, len(self.tasks)) - 1):
                     self.start()
-            self._next_task(worker, deadline)
+            self._next_task(worker)
         elif kind == "at":
             worker.at = value
             self.on_case(value)
         elif kind == "verdicts":
             self.on_verdicts(value)
         else:
-            self._next_task(worker, deadline)
+            self._next_task(worker)
 
-    def _next_task(self, worker: _Worker, deadline: float) -> None:
-        left = deadline - time.monotonic()
+    def _next_task(self, worker: _Worker) -> None:
+        left = self._deadline - time.monotonic()
         if not self.tasks or left <= 0:
             worker.connection.close()
             self._workers.remove(worker)
@@ -187,7 +192,7 @@ class Pool:
         worker.task, worker.at = self.tasks.popleft(), None
         worker.connection.send((worker.task, left))
 
-    def _lost(self, worker: _Worker, how: str, deadline: float) -> None:
+    def _lost(self, worker: _Worker, how: str) -> None:
         worker.process.kill()
         self._workers.remove(worker)
         if not worker.loaded:
@@ -200,7 +205,7 @@ class Pool:
                 self.tasks.appendleft(Task("surface", rest))
         if self.crashes >= MAX_CRASHES:
             self.tasks.clear()
-        elif self.tasks and time.monotonic() < deadline:
+        elif self.tasks and time.monotonic() < self._deadline:
             self.start()
 
 

@@ -23,7 +23,7 @@ from harness.clauses import Level
 from harness.contract import HasSurface, Implementation, Unsupported
 from harness.run import Observation, SubjectError, run_case, unsupported
 from harness.strategies import cases
-from harness.verdict import Status, Verdict, Violation
+from harness.verdict import NOT_REACHED, Status, Verdict, Violation
 
 CHUNK_SIZE = 50
 """Cases in a chunk."""
@@ -95,7 +95,7 @@ class Findings:
             elif count:
                 verdicts.append(_verdict(check, Status.PASS, examples=count))
             else:
-                verdicts.append(_verdict(check, Status.SKIP, "was not reached"))
+                verdicts.append(_verdict(check, Status.SKIP, NOT_REACHED))
         return verdicts
 
 
@@ -244,7 +244,8 @@ def judge_chunk(
     def run(case: Case) -> None:
         nonlocal first_failure
         now = time.monotonic()
-        if now > deadline or now > first_failure + SHRINK_SECONDS:
+        # One case at least: a run that judged nothing is no use to anybody.
+        if (seen and now > deadline) or now > first_failure + SHRINK_SECONDS:
             raise _EndOfChunk
         on_case(case)
         seen.add(repr(case))

@@ -11,7 +11,7 @@ from harness.contract import Implementation, Info
 from harness.isolate import Pool, Task
 from harness.verdict import Verdict
 
-PROFILES = {"quick": (200, 20), "default": (1000, 100), "nightly": (20_000, 2_000)}
+PROFILES = {"quick": (200, 20), "default": (1100, 100), "nightly": (20_000, 2_000)}
 """Profile to the number of cases: for most implementations, and for those that declare that they are slow."""
 
 
@@ -58,7 +58,7 @@ class Session:
         checks = select(self.only)
         surface = tuple(check.name for check in checks if check.kind is Kind.SURFACE)
         others = tuple(check.name for check in checks if check.kind is not Kind.SURFACE)
-        tasks = [Task("surface", surface)] if surface else []
+        tasks = []
         self._total = len(surface)
         if others:
             num_cases = PROFILES[self.profile][info.slow]
@@ -66,6 +66,9 @@ class Session:
             for chunk_seed in chunk_seeds(self.seed, -(-num_cases // size)):
                 tasks.append(Task("chunk", others, chunk_seed, size, info.slow))
                 self._total += size
+        if surface:
+            # After the first chunk: a short budget should see a few cases, and the surface.
+            tasks.insert(1, Task("surface", surface))
         return tasks
 
     def run(self, name: str) -> Result:
@@ -124,7 +127,7 @@ class Session:
         findings = Findings()
         interrupted = False
         try:
-            pool.run(time.monotonic() + self.budget)
+            pool.run(self.budget)
         except KeyboardInterrupt:
             if not infos:
                 raise

@@ -8,6 +8,9 @@ from typing import Any
 
 from harness.case import Case
 
+NOT_REACHED = "was not reached"
+"""Message of a SKIP: the run ended, or gave up, before the check was run."""
+
 
 class Status(enum.Enum):
     """PASS and FAIL judge the subject; our own crash is ERROR; what is not declared is SKIP, with a reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.bits import as_bits
 from harness.checks.base import Kind, check, rerun
-from harness.contract import Implementation, Model
+from harness.contract import Implementation, Model, StepPlan
 from harness.inputs import make_inputs
 from harness.plan import PlannedStep
 from harness.run import Observation, outputs_by_position, step_tensors
@@ -15,6 +15,17 @@ class _InjectedError(Exception):
     """An error of the surroundings, raised in the middle of a step."""
 
 
+def first_token(plan: StepPlan) -> StepPlan:
+    """Return a step of nothing but the first token of the first request of `plan`."""
+    return StepPlan(
+        query_lens=(1,),
+        seq_lens=(plan.seq_lens[0] - plan.query_lens[0] + 1,),
+        block_table=plan.block_table[:1],
+        slot_mapping=plan.slot_mapping[:1],
+        num_actual_tokens=1,
+    )
+
+
 @check(Kind.RELATION, "ERR-1")
 def next_step_is_right_after_an_error(implementation: Implementation, observation: Observation) -> None:
     """An exception in any layer leaves context, registry, bindings and caches usable; the next step is right."""
@@ -22,12 +33,14 @@ def next_step_is_right_after_an_error(implementation: Implementation, observatio
     inputs = make_inputs(case, implementation.info.device)
 
     def disturb(model: Model, planned: PlannedStep, number: int) -> None:
-        # Fail before, between and after the layers' calls, in turn; the step is then run again as a whole.
+        # Fail before, between and after the layers' calls, in turn; the step is then run as a whole. The step that
+        # fails is another one, of the first token alone: a context that is left behind by it must show.
         calls = number % (case.num_layers + 1)
         try:
-            with model.forward_context(planned.plan):
+            with model.forward_context(first_token(planned.plan)):
                 for layer in range(calls):
-                    model.attend(case.layer_name(layer), *step_tensors(case, inputs, planned, layer))
+                    tensors = (tensor[:1] for tensor in step_tensors(case, inputs, planned, layer))
+                    model.attend(case.layer_name(layer), *tensors)
                 raise _InjectedError
         except _InjectedError:
             pass

@@ -78,3 +78,17 @@ def layer_stays_in_use_after_an_error() -> Iterable[Patch]:
         forward(impl, layer, *given, None if vars(layer).get("in_use") else slots, output)
 
     return [*step_is(step), patch.object(EagerImpl, "forward", attend)]
+
+
+@fault("next_step_is_right_after_an_error", "ERR-1")
+def metadata_of_a_failed_step_stays() -> Iterable[Patch]:
+    """The plan of a step that failed is not taken away, and the next step runs with it."""
+
+    def step(model: ReferenceModel, plan: StepPlan) -> Iterator[None]:
+        state = vars(model)
+        state["plan"] = state.get("plan") or plan
+        with _forward_context(model, state["plan"]):
+            yield
+        state["plan"] = None
+
+    return step_is(step)

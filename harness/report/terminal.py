@@ -12,7 +12,7 @@ from harness.case import Case
 from harness.contract import Info
 from harness.plan import plan_case
 from harness.report.replay import replay_line
-from harness.verdict import Status, Verdict
+from harness.verdict import NOT_REACHED, Status, Verdict
 
 STYLES = {
     Status.PASS: "green",
@@ -66,7 +66,13 @@ def conclusion(verdicts: Sequence[Verdict]) -> tuple[int, str]:
         return 2, "not judged: the harness or the adapter failed"
     if Status.PASS not in statuses:
         return 2, "not judged: every check was skipped"
-    return 0, "conforms" + (", with advice" if Status.ADVICE in statuses else "")
+    not_reached = sum(v.status is Status.SKIP and v.message == NOT_REACHED for v in verdicts)
+    words = ["conforms"]
+    if Status.ADVICE in statuses:
+        words.append("with advice")
+    if not_reached:
+        words.append(f"as far as it was judged: {not_reached} checks were not reached")
+    return 0, ", ".join(words)
 
 
 def print_verdict(console: Console, implementation: str, verdict: Verdict) -> None:
