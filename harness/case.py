@@ -42,6 +42,8 @@ class Case:
     num_kv_heads: int = 2
     head_size: int = 16
     block_size: int = 16
+    scale_percent: int = 100
+    """Softmax scale, in percent of 1 / sqrt(head_size)."""
     dtype: str = "float32"
     padding: int = 0
     """Rows of padding (slot -1) at the end of each step."""
@@ -80,6 +82,7 @@ class Case:
             ("num_kv_heads", 1, 1024),
             ("head_size", 1, 1024),
             ("block_size", 1, 4096),
+            ("scale_percent", 1, 1000),
             ("padding", 0, 4096),
             ("spare_blocks", 0, 1 << 16),
             ("seed", 0, (1 << 63) - 1),
@@ -109,8 +112,8 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Softmax scale: 1 / sqrt(head_size)."""
-        return float(self.head_size**-0.5)
+        """Softmax scale."""
+        return float(self.head_size**-0.5) * self.scale_percent / 100
 
     def layer_name(self, layer: int) -> str:
         """Return the name of layer number `layer`."""

@@ -47,6 +47,7 @@ def cases(draw: st.DrawFn, info: Info | None = None, *, small: bool = False) -> 
         num_kv_heads=num_kv_heads,
         head_size=draw(st.sampled_from(head_sizes or list(info.head_sizes or ()))),
         block_size=draw(st.sampled_from(block_sizes or list(info.block_sizes or ()))),
+        scale_percent=draw(st.sampled_from([100, 50, 200])),
         dtype=draw(st.sampled_from([dtype for dtype in DTYPES if dtype in info.dtypes])),
         padding=draw(st.integers(0, 3)),
         spare_blocks=draw(st.integers(0, 3)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.bits import as_bits
 from harness.checks.base import Kind, check, rerun
-from harness.contract import Implementation, Model, StepPlan
+from harness.contract import HasSurface, Implementation, Model, StepPlan
 from harness.inputs import make_inputs
 from harness.plan import PlannedStep
 from harness.run import Observation, outputs_by_position, step_tensors
@@ -13,6 +13,14 @@ from harness.verdict import Violation
 
 class _InjectedError(Exception):
     """An error of the surroundings, raised in the middle of a step."""
+
+
+def _require_no_context(implementation: HasSurface, step: int) -> None:
+    try:
+        implementation.surface().get_forward_context()
+    except AssertionError:
+        return
+    raise Violation("the forward context of a step that failed is still set after it, but should be gone", step=step)
 
 
 def first_token(plan: StepPlan) -> StepPlan:
@@ -44,6 +52,8 @@ def next_step_is_right_after_an_error(implementation: Implementation, observatio
                 raise _InjectedError
         except _InjectedError:
             pass
+        if isinstance(implementation, HasSurface):
+            _require_no_context(implementation, number)
 
     disturbed = rerun(implementation, observation, interrupt=disturb)
     for request, (want, got) in enumerate(

@@ -502,3 +502,14 @@ def outputs_share_one_buffer() -> Iterable[Patch]:
         return buffer.copy_(output)
 
     return [patch.object(ReferenceModel, "attend", attend)]
+
+
+@fault("output_matches_dense", "ATT-1")
+def scale_of_the_layer_is_ignored() -> Iterable[Patch]:
+    """The softmax scale is always 1 / sqrt(head_size), whatever the layer was built with."""
+    init: Any = EagerImpl.__init__
+
+    def build(impl: EagerImpl, num_heads: int, head_size: int, scale: float, num_kv_heads: int) -> None:
+        init(impl, num_heads, head_size, head_size**-0.5, num_kv_heads)
+
+    return [patch.object(EagerImpl, "__init__", build)]

@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import reference_impl.context
 from harness.adapters.reference import ReferenceModel
 from harness.contract import StepPlan
 from harness.faults.base import Patch, fault
 from reference_impl.backends.eager import EagerImpl
+from reference_impl.context import get_forward_context
 
 
 def step_is(step: Any) -> list[Patch]:
@@ -90,5 +92,22 @@ def metadata_of_a_failed_step_stays() -> Iterable[Patch]:
         with _forward_context(model, state["plan"]):
             yield
         state["plan"] = None
+
+    return step_is(step)
+
+
+@fault("next_step_is_right_after_an_error", "ERR-1")
+def context_of_a_failed_step_stays_set() -> Iterable[Patch]:
+    """The context of a step that failed is not taken away: later steps set theirs on top of it."""
+
+    def step(model: ReferenceModel, plan: StepPlan) -> Iterator[None]:
+        context = None
+        try:
+            with _forward_context(model, plan):
+                context = get_forward_context()
+                yield
+        except Exception:
+            reference_impl.context._stack.entries.append(context)
+            raise
 
     return step_is(step)

@@ -22,7 +22,13 @@ CASES = (
     # A head size that is no power of two, and scores that overflow an exponential function.
     Case(steps=((20, 33), (1, 1)), head_size=20, values="large", kv_sharing=(-1, -1), spare_blocks=4),
     Case(
-        steps=((40,), (1,), (7,)), dtype="float16", num_heads=2, num_kv_heads=1, block_size=8, allocation="descending"
+        steps=((40,), (1,), (7,)),
+        dtype="float16",
+        scale_percent=50,
+        num_heads=2,
+        num_kv_heads=1,
+        block_size=8,
+        allocation="descending",
     ),
 )
 
