@@ -207,7 +207,9 @@ def parse_case(text: str) -> Case:
     if not text.startswith("Case("):
         try:
             return case_from_json(json.loads(text))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except InvalidCaseError:
+            raise
+        except (ValueError, RecursionError) as error:
             raise InvalidCaseError(f"neither Case(...) nor JSON: {error}") from None
     try:
         call = ast.parse(text, mode="eval").body

@@ -217,6 +217,8 @@ def check(
         for name in names:
             session = Session(profile, seed, budget, jobs, only)
             result = _with_progress(session, name)
+            if not result.interrupted:
+                session.confirm(result)
             print_report(out, name, result.info, result.verdicts, result.num_cases, result.seconds)
             out.print()
             if file is not None:

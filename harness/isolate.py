@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from harness.case import Case
-from harness.contract import Info
+from harness.contract import Implementation, Info
 from harness.load import UsageError, load_implementation
 from harness.verdict import Status, Verdict
 
@@ -66,21 +67,30 @@ def _worker_main(name: str, connection: Connection) -> None:
         connection.send(("usage", str(error)))
         return
     connection.send(("loaded", implementation.info))
-    while True:
-        try:
+    try:
+        while True:
             task, seconds = connection.recv()
-        except EOFError:
-            return
-        checks = judge.select(task.checks)
-        if task.kind == "surface":
-            for check in checks:
-                connection.send(("at", check.name))
-                for verdict in judge.judge_surface(implementation, [check]):
-                    connection.send(("verdicts", [verdict]))
-        elif task.kind == "case":
-            connection.send(("at", task.case))
-            connection.send(("verdicts", judge.judge_case(implementation, task.case, checks)))
-        else:
+            _do(task, seconds, implementation, connection)
+            connection.send(("done", None))
+    except (EOFError, OSError):
+        # The parent hung up, or the implementation closed the connection: the parent sees which.
+        os._exit(0)
+
+
+def _do(task: Task, seconds: float, implementation: Implementation, connection: Connection) -> None:
+    from harness import judge
+
+    checks = judge.select(task.checks)
+    if task.kind == "surface":
+        for check in checks:
+            connection.send(("at", check.name))
+            for verdict in judge.judge_surface(implementation, [check]):
+                connection.send(("verdicts", [verdict]))
+    elif task.case is not None:
+        connection.send(("at", task.case))
+        connection.send(("verdicts", judge.judge_case(implementation, task.case, checks)))
+    else:
+        try:
             judge.judge_chunk(
                 implementation,
                 checks,
@@ -91,7 +101,12 @@ def _worker_main(name: str, connection: Connection) -> None:
                 on_case=lambda case: connection.send(("at", case)),
                 on_verdicts=lambda verdicts: connection.send(("verdicts", verdicts)),
             )
-        connection.send(("done", None))
+        except OSError:
+            raise
+        except Exception as error:
+            # Whatever the implementation did is a verdict by now: this is our own fault.
+            message = f"the harness failed: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            connection.send(("verdicts", [Verdict(judge.RUNS, ("ATT-1",), Status.ERROR, message)]))
 
 
 class Pool:
@@ -158,7 +173,7 @@ class Pool:
     def _receive(self, worker: _Worker) -> None:
         try:
             kind, value = worker.connection.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):
             worker.process.join(5)
             self._lost(worker, _how_it_ended(worker.process.exitcode))
             return
@@ -211,7 +226,8 @@ class Pool:
 
 def _how_it_ended(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"died of {signal.Signals(-code).name}"
+        names = {int(known): known.name for known in signal.Signals}
+        return f"died of {names.get(-code, f'signal {-code}')}"
     return f"exited with code {code}"
 
 

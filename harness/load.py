@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from harness.contract import Implementation, Info
+from harness.run_guard import ours_to_raise
 
 BUILTIN = {
     "reference": "harness.adapters.reference:eager",
@@ -37,9 +38,9 @@ def load_implementation(name: str) -> Implementation:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if ours_to_raise(error):
+            raise
         raise UsageError(f"cannot load {name}: {_import_problem(name, error)}") from error
     try:
         found = module
@@ -50,9 +51,9 @@ def load_implementation(name: str) -> Implementation:
     if isinstance(found, type) or (callable(found) and not hasattr(found, "build")):
         try:
             found = found()
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
+            if ours_to_raise(error):
+                raise
             raise UsageError(f"cannot load {name}: calling it raised {_short(error)}") from error
     return check_implementation(found, name)
 

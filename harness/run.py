@@ -15,6 +15,7 @@ from harness.contract import Implementation, Info, Model, Phase, Poison
 from harness.dense import Expected, Row, dense_attention
 from harness.inputs import PADDING_VALUE, Inputs, make_inputs
 from harness.plan import CasePlan, PlannedStep, plan_case
+from harness.run_guard import ours_to_raise
 from harness.tolerance import Bound
 
 Views = tuple[torch.Tensor, torch.Tensor]
@@ -147,6 +148,21 @@ def run_case(
     plan = plan or plan_case(case)
     inputs = make_inputs(case, info.device)
     observation = Observation(case, info, plan, inputs)
+    with torch.random.fork_rng(devices=[]):
+        # An implementation that looks at torch's generator sees another state in each case, and the same in a replay.
+        torch.manual_seed(case.seed)
+        _run_steps(implementation, observation, poison, watch_cache, interrupt)
+    return observation
+
+
+def _run_steps(
+    implementation: Implementation,
+    observation: Observation,
+    poison: Poison,
+    watch_cache: bool,
+    interrupt: Interruption | None,
+) -> None:
+    case, plan, inputs = observation.case, observation.plan, observation.inputs
     model: Model = _subject(Phase.BUILD, "build", implementation.build, case.model_spec(), case.layer_specs())
     try:
         _subject(Phase.BIND, "bind_kv_caches", model.bind_kv_caches, plan.num_blocks, poison)
@@ -158,13 +174,14 @@ def run_case(
             _run_step(model, case, inputs, record, number, watch_cache)
     finally:
         _subject(Phase.STEP, "close", model.close)
-    return observation
 
 
 def _subject(phase: Phase, where: str, function: Callable[..., Any], *arguments: object) -> Any:
     try:
         return function(*arguments)
-    except Exception as error:
+    except BaseException as error:
+        if ours_to_raise(error):
+            raise
         raise SubjectError(phase, where, error) from error
 
 
@@ -203,7 +220,9 @@ def _run_step(model: Model, case: Case, inputs: Inputs, record: StepRecord, numb
                 )
     except SubjectError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if ours_to_raise(error):
+            raise
         raise SubjectError(Phase.STEP, f"{where}, forward_context", error) from error
     for layer_record in record.layers:
         # Not earlier: a layer must not overwrite what another one has returned.

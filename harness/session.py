@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.case import Case
 from harness.contract import Implementation, Info
 from harness.isolate import Pool, Task
-from harness.verdict import Verdict
+from harness.verdict import Status, Verdict
 
 PROFILES = {"quick": (200, 20), "default": (1100, 100), "nightly": (20_000, 2_000)}
 """Profile to the number of cases: for most implementations, and for those that declare that they are slow."""
@@ -93,6 +93,21 @@ class Session:
             return [Task("case", checks, case=case) for case in cases(info)]
 
         return self._run(name, tasks)
+
+    def confirm(self, result: Result) -> None:
+        """Run the case of each failure alone, in a fresh process, and say so where it then passes."""
+        failed = [v for v in result.verdicts if v.status is Status.FAIL and v.case is not None]
+        if not failed:
+            return
+        seen: list[Verdict] = []
+        again = Session(only=tuple(v.check for v in failed), on_verdicts=seen.extend)
+        cases = list(dict.fromkeys(v.case for v in failed if v.case is not None))
+        again.run_cases(result.name, lambda info: cases)
+        for verdict in failed:
+            alone = [v for v in seen if v.case == verdict.case and v.check in (verdict.check, "every_step_runs")]
+            if all(v.status is Status.PASS for v in alone):
+                place = result.verdicts.index(verdict)
+                result.verdicts[place] = replace(verdict, only_after=f"--profile {self.profile} --seed {self.seed}")
 
     def _run(self, name: str, tasks: Callable[[Info], list[Task]]) -> Result:
         infos: list[Info] = []

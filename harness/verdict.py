@@ -77,5 +77,7 @@ class Verdict:
     """The case that shows it, when it takes one."""
     not_wrong: tuple[str, ...] = ()
     """Checks that pass on the same case: what is not the reason."""
+    only_after: str = ""
+    """Options of the run that showed it, when its case passes alone: what it does depends on earlier cases."""
     examples: int = 0
     """Cases on which the check was run."""

@@ -93,6 +93,9 @@ def print_verdict(console: Console, implementation: str, verdict: Verdict) -> No
     console.print(title, soft_wrap=True)
     for line in (verdict.message, *verdict.details):
         console.print(Text(f"  {line}"), soft_wrap=True)
+    if verdict.only_after:
+        line = "the case passes when it runs alone: what the implementation does depends on earlier cases"
+        console.print(Text(f"  {line}"), soft_wrap=True)
     if verdict.not_wrong:
         console.print(
             Text(f"  not wrong: {', '.join(verdict.not_wrong[:6])} pass on this case", style="dim"), soft_wrap=True

@@ -43,6 +43,8 @@ BAD_MODULES = {
     "field.json": '{"steps": [[1]], "colour": 3}',
     "type.json": '{"steps": [["a"]]}',
     "version.json": '{"version": 99, "steps": [[1]]}',
+    "digits.json": '{"steps": [[' + "9" * 5000 + "]]}",
+    "interrupting.py": "raise KeyboardInterrupt",
     "huge.json": '{"steps": [[999999999]]}',
 }
 
@@ -55,6 +57,8 @@ BAD_MODULES = {
         (("check", "-i", "raising:x"), "ValueError: two lines (.*raising.py:1)"),
         (("check", "-i", "leaving:x"), "SystemExit: 0"),
         (("check", "-i", "dying:x"), "died of SIGSEGV"),
+        (("check", "-i", "interrupting:x"), "KeyboardInterrupt"),
+        (("replay", "-i", "reference", "digits.json"), "neither"),
         (("check", "-i", "hollow:number"), "`info` is NoneType"),
         (("check", "-i", "hollow:Empty"), "`info` is NoneType"),
         (("check", "-i", "hollow:raises"), "KeyError"),
@@ -103,12 +107,15 @@ def test_bad_input_is_one_line_and_exit_code_3(tmp_path, arguments, message):
         ("raises", "every_step_runs", r"RuntimeError: first line second line"),
         ("dies", "every_step_runs", r"died of SIGSEGV on this case"),
         ("leaves", "every_step_runs", r"exited with code 0 on this case"),
+        ("interrupts", "every_step_runs", r"KeyboardInterrupt"),
+        ("dies_of_a_nameless_signal", "every_step_runs", r"died of signal 40"),
+        ("remembers", "output_matches_dense", r"but should be"),
         ("wrong_head", "output_matches_dense", r"output\[\d+, \d+, \d+\]="),
     ],
 )
 def test_bad_implementation_fails_with_a_line_that_replays_it(tmp_path, subject, check, message):
     name = f"subjects:subject_{subject}"
-    done = proptable("check", "-i", name, "--profile", "quick", "--budget", "20s", "--out", str(tmp_path))
+    done = proptable("check", "-i", name, "--profile", "quick", "--budget", "5s", "--out", str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     verdicts = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
