@@ -18,6 +18,8 @@ FORMAT_VERSION = 1
 DTYPES = ("float32", "float16", "bfloat16")
 ALLOCATIONS = ("shuffled", "ascending", "descending")
 VALUES = ("normal", "large", "offset")
+MAX_HEAD_SIZE = 8192
+MAX_BLOCK_SIZE = 1 << 16
 MAX_TOKENS = 1 << 20
 """Tokens that a case may hold in all: a case file from a stranger must not exhaust the memory."""
 
@@ -80,8 +82,8 @@ class Case:
         for name, low, high in (
             ("num_heads", 1, 1024),
             ("num_kv_heads", 1, 1024),
-            ("head_size", 1, 1024),
-            ("block_size", 1, 4096),
+            ("head_size", 1, MAX_HEAD_SIZE),
+            ("block_size", 1, MAX_BLOCK_SIZE),
             ("scale_percent", 1, 1000),
             ("padding", 0, 4096),
             ("spare_blocks", 0, 1 << 16),
@@ -180,7 +182,7 @@ def case_from_json(data: object) -> Case:
         raise InvalidCaseError(f"a case is a JSON object, not {type(data).__name__}")
     arguments = dict(data)
     version = arguments.pop("version", FORMAT_VERSION)
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise InvalidCaseError(f"version={version!r}, but this release reads version {FORMAT_VERSION}")
     return _make(arguments)
 

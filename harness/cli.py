@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +20,9 @@ from rich.text import Text
 from harness import __version__
 from harness.case import Case, InvalidCaseError, parse_case
 from harness.contract import Info
-from harness.load import BUILTIN, UsageError
+from harness.load import BUILTIN, UsageError, check_name
 from harness.session import PROFILES, Result, Session
+from harness.verdict import Verdict
 
 USAGE = 3
 PLAIN_WIDTH = 140
@@ -27,6 +30,10 @@ PLAIN_WIDTH = 140
 PLAIN_PROGRESS_SECONDS = 15.0
 """Without a terminal a line of progress is printed this often."""
 
+for _stream in (sys.stdout, sys.stderr):
+    if isinstance(_stream, io.TextIOWrapper):
+        # A terminal that knows only ASCII must not lose a verdict.
+        _stream.reconfigure(errors="replace")
 out = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 err = Console(stderr=True, highlight=False)
 
@@ -38,6 +45,9 @@ class _Group(click.Group):
         kwargs["standalone_mode"] = False
         try:
             code = super().main(*args, **kwargs)
+        except click.exceptions.NoArgsIsHelpError as error:
+            out.print(Text(error.format_message()))
+            code = USAGE
         except click.exceptions.Exit as error:
             code = error.exit_code
         except click.ClickException as error:
@@ -49,8 +59,11 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             fail("interrupted", 2)
         except BrokenPipeError:
-            sys.stderr.close()
+            # Whoever read the output has seen enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 2
+        except OSError as error:
+            fail(f"cannot write: {error.strerror}")
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -167,13 +180,16 @@ def smoke(names: str) -> int:
     """Run ten fixed cases: if these fail, the adapter is wrong."""
     from harness.report.terminal import conclusion, print_verdict
     from harness.smoke import smoke_cases
-    from harness.verdict import Status, Verdict
+    from harness.verdict import Status
 
     verdicts: list[Verdict] = []
-    result = Session(on_verdicts=verdicts.extend).run_cases(names, lambda info: list(smoke_cases(info).values()))
+    session = Session(on_verdicts=verdicts.extend, stop_at_failure=True)
+    result = session.run_cases(names, lambda info: list(smoke_cases(info).values()))
     worst = 0
     for title, case in smoke_cases(result.info).items():
         of_case = [verdict for verdict in verdicts if verdict.case == case]
+        if result.interrupted and not of_case:
+            fail("interrupted", 2)
         code, _ = conclusion(of_case)
         worst = 1 if 1 in (worst, code) else max(worst, code)
         out.print(Text(f"{'ok  ' if code == 0 else 'FAIL'}  {title}", style="green" if code == 0 else "bold red"))
@@ -209,9 +225,11 @@ def check(
 ) -> int:
     """Judge implementations on generated cases, and print the report."""
     from harness.report.jsonl import run_line, verdict_line, write_line
-    from harness.report.terminal import conclusion, print_report
+    from harness.report.terminal import print_report
 
     _check_names(only)
+    for name in names:
+        check_name(name)
     codes = []
     with _report_file(folder) as file:
         for name in names:
@@ -219,19 +237,24 @@ def check(
             result = _with_progress(session, name)
             if not result.interrupted:
                 session.confirm(result)
-            print_report(out, name, result.info, result.verdicts, result.num_cases, result.seconds)
+            print_report(out, result)
             out.print()
             if file is not None:
-                write_line(file, run_line(name, result.info, seed, profile))
+                write_line(file, run_line(name, result.info, seed, profile, result.complete))
                 for verdict in result.verdicts:
                     write_line(file, verdict_line(name, verdict))
-            codes.append(
-                2 if result.interrupted and conclusion(result.verdicts)[0] == 0 else conclusion(result.verdicts)[0]
-            )
+            codes.append(_exit_code(result, result.verdicts))
             if result.interrupted:
                 err.print("interrupted: this is what was found until then")
                 break
     return 1 if 1 in codes else max(codes)
+
+
+def _exit_code(result: Result, verdicts: Sequence[Verdict]) -> int:
+    from harness.report.terminal import conclusion
+
+    code, _ = conclusion(verdicts)
+    return code if code == 1 or not result.interrupted else 2
 
 
 def _check_names(only: Sequence[str]) -> None:
@@ -283,21 +306,23 @@ def _with_progress(session: Session, name: str) -> Result:
 @click.option("--check", "only", multiple=True, metavar="CHECK|CLAUSE", help="Only this check; may be repeated.")
 def replay(names: str, case_text: str, only: tuple[str, ...]) -> int:
     """Run one case again, with all checks that take a case."""
-    from harness.report.terminal import conclusion, print_report
+    from harness.report.terminal import print_report
     from harness.verdict import NOT_REACHED
 
     _check_names(only)
     case = _read_case(case_text)
     result = Session(only=only).run_cases(names, lambda info: [case])
     shown = [verdict for verdict in result.verdicts if verdict.message != NOT_REACHED]
-    print_report(out, names, result.info, shown, result.num_cases, result.seconds)
-    return conclusion(shown)[0]
+    print_report(out, result, shown)
+    return _exit_code(result, shown)
 
 
 def _read_case(text: str) -> Case:
     if text.lstrip().startswith(("Case(", "{")):
         return parse_case(text)
     path = Path(text)
+    if not text or not path.is_file():
+        raise UsageError(f"cannot read {text or 'a case without a name'}: no such file")
     try:
         if path.stat().st_size > 1 << 20:
             raise UsageError(f"{text}: a case file of more than 1 MiB")

@@ -24,7 +24,7 @@ from harness.verdict import Status, Verdict
 
 LOAD_SECONDS = 180.0
 """Time that an implementation may take to be imported."""
-CASE_SECONDS = 120.0
+CASE_SECONDS = 60.0
 """Time that one case may take with all its checks; beyond it, the implementation hangs."""
 MAX_CRASHES = 5
 """After so many the rest is not run."""
@@ -135,6 +135,8 @@ class Pool:
         self.on_verdicts = on_verdicts
         self.on_case = on_case
         self.crashes = 0
+        self.gave_up = False
+        """Whether work was left undone after MAX_CRASHES."""
         self.tasks: deque[Task] = deque()
         self._workers: list[_Worker] = []
         self._context = multiprocessing.get_context("spawn")
@@ -219,6 +221,7 @@ class Pool:
             if rest:
                 self.tasks.appendleft(Task("surface", rest))
         if self.crashes >= MAX_CRASHES:
+            self.gave_up = bool(self.tasks)
             self.tasks.clear()
         elif self.tasks and time.monotonic() < self._deadline:
             self.start()

@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from harness.case import Case
 from harness.checks import CHECKS, Check, Kind
 from harness.clauses import Level
-from harness.contract import HasSurface, Implementation, Unsupported
-from harness.run import Observation, SubjectError, run_case, unsupported
+from harness.contract import HasSurface, Implementation, Surface, Unsupported
+from harness.run import AdapterError, Observation, SubjectError, run_case, unsupported
+from harness.run_guard import ours_to_raise
 from harness.strategies import cases
 from harness.verdict import NOT_REACHED, Status, Verdict, Violation
 
@@ -30,6 +31,7 @@ CHUNK_SIZE = 50
 SHRINK_SECONDS = 10.0
 """Time that a chunk may spend on smaller cases after its first failure."""
 RUNS = "every_step_runs"
+SURFACE_NAMES = tuple(name for name in (*vars(Surface), *Surface.__annotations__) if not name.startswith("_"))
 HARNESS = str(Path(__file__).parent)
 
 
@@ -107,24 +109,34 @@ def _failed(check: Check, strict: bool) -> Status:
     return Status.ADVICE if check.level is Level.STRICT and not strict else Status.FAIL
 
 
-def run_check(check: Check, implementation: Implementation, arguments: Sequence[Any], case: Case | None) -> Verdict:
-    """Run one check and turn whatever happens into a verdict."""
+def run_check(
+    check: Check,
+    implementation: Implementation,
+    arguments: Sequence[Any],
+    case: Case | None,
+    prepare: Callable[[], Sequence[Any]] = tuple,
+) -> Verdict:
+    """Run one check, on `arguments` and on what `prepare` returns, and turn whatever happens into a verdict."""
     try:
-        check(*arguments)
+        check(*arguments, *prepare())
     except Violation as violation:
         status = _failed(check, implementation.info.strict)
         return _verdict(check, status, violation.message, where=violation.where(), details=violation.details, case=case)
     except Unsupported as reason:
         return _verdict(check, Status.SKIP, str(reason), case=case)
+    except AdapterError as error:
+        return _verdict(check, Status.ERROR, str(error), case=case)
     except SubjectError as error:
         status = Status.ERROR if _is_ours(error.origin) else _failed(check, implementation.info.strict)
         return _verdict(check, status, str(error), details=_origin(error), case=case)
-    except Exception as error:
+    except BaseException as error:
+        if ours_to_raise(error):
+            raise
         return _unexpected(check, implementation, error, case)
     return _verdict(check, Status.PASS, case=case)
 
 
-def _unexpected(check: Check, implementation: Implementation, error: Exception, case: Case | None) -> Verdict:
+def _unexpected(check: Check, implementation: Implementation, error: BaseException, case: Case | None) -> Verdict:
     """Judge an exception that no check provoked: the subject's when it comes out of its code, else our own."""
     frames = traceback.extract_tb(error.__traceback__)
     origin = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -160,7 +172,23 @@ def judge_surface(implementation: Implementation, checks: Iterable[Check]) -> It
         if not isinstance(implementation, HasSurface):
             yield _verdict(check, Status.SKIP, "the implementation shows no registry, context and ops (no `surface`)")
             continue
-        yield run_check(check, implementation, (implementation.surface(),), None)
+        yield run_check(check, implementation, (), None, lambda: (_surface(implementation),))
+
+
+def _surface(implementation: HasSurface) -> Surface:
+    try:
+        surface = implementation.surface()
+    except Unsupported:
+        raise
+    except BaseException as error:
+        if ours_to_raise(error):
+            raise
+        raise AdapterError(f"surface() raised {type(error).__name__}: {_one_line(error)}") from error
+    missing = [name for name in SURFACE_NAMES if not hasattr(surface, name)]
+    if missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise AdapterError(f"surface() returned {type(surface).__name__}, which has no {names}")
+    return surface
 
 
 def judge_case(implementation: Implementation, case: Case, checks: Sequence[Check]) -> list[Verdict]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
+from harness.case import DTYPES, MAX_BLOCK_SIZE, MAX_HEAD_SIZE
 from harness.contract import Implementation, Info
 from harness.run_guard import ours_to_raise
 
@@ -21,6 +23,18 @@ class UsageError(Exception):
     """Bad input to the command line: one line, exit code 3."""
 
 
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of an implementation, without importing anything.
+
+    Raises:
+        UsageError: it is neither a built-in name nor module:attribute.
+    """
+    module_name, _, attribute = BUILTIN.get(name, name).partition(":")
+    parts = [*module_name.split("."), *attribute.split(".")]
+    if not all(part.isidentifier() for part in parts):
+        raise UsageError(f"no implementation {name!r}: give module:attribute or one of {', '.join(BUILTIN)}")
+
+
 def load_implementation(name: str) -> Implementation:
     """Return the implementation `name`.
 
@@ -29,10 +43,8 @@ def load_implementation(name: str) -> Implementation:
     Raises:
         UsageError: there is none, or it is no implementation; the reason in one line.
     """
-    path = BUILTIN.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UsageError(f"no implementation {name!r}: give module:attribute or one of {', '.join(BUILTIN)}")
+    check_name(name)
+    module_name, _, attribute = BUILTIN.get(name, name).partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -66,19 +78,46 @@ def check_implementation(found: object, name: str) -> Implementation:
     """
     try:
         info = getattr(found, "info", None)
-    except Exception as error:
+    except BaseException as error:
+        if ours_to_raise(error):
+            raise
         raise UsageError(f"{name} is no implementation: its `info` raised {_short(error)}") from error
-    if not isinstance(info, Info):
+    if type(info) is not Info:
         raise UsageError(
             f"{name} is no implementation: `info` is {type(info).__name__}, but should be harness.contract.Info"
         )
     if not callable(getattr(found, "build", None)):
         raise UsageError(f"{name} is no implementation: it has no method `build`")
-    for what in ("dtypes", "head_sizes", "block_sizes"):
-        declared = getattr(info, what)
-        if declared is not None and not declared:
-            raise UsageError(f"{name} declares no {what}: there is nothing to judge")
+    problem = declaration_problem(info)
+    if problem is not None:
+        raise UsageError(f"{name} declares {problem}")
     return found  # type: ignore[return-value]
+
+
+def declaration_problem(info: Info) -> str | None:
+    """Return what is wrong with a declaration; None when nothing is."""
+    for what in ("name", "version", "device"):
+        value = getattr(info, what)
+        if type(value) is not str or not value.isprintable() or not value:
+            return f"{what}={value!r:.80}, but should declare a printable string"
+    for what in ("kv_sharing", "batch_invariant", "rounds_scores", "slow", "strict"):
+        if type(getattr(info, what)) is not bool:
+            return f"{what}={getattr(info, what)!r:.80}, but should declare True or False"
+    if type(info.dtypes) is not tuple or not info.dtypes or not set(map(str, info.dtypes)) <= set(DTYPES):
+        return f"dtypes={info.dtypes!r:.80}, but should declare a tuple of some of {', '.join(DTYPES)}"
+    for what, largest in (("head_sizes", MAX_HEAD_SIZE), ("block_sizes", MAX_BLOCK_SIZE)):
+        sizes = getattr(info, what)
+        if sizes is None:
+            continue
+        if type(sizes) is not tuple or not sizes or any(type(n) is not int or not 1 <= n <= largest for n in sizes):
+            return f"{what}={sizes!r:.80}, but should declare None or a tuple of numbers from 1 to {largest}"
+    if not isinstance(info.dialects, Mapping) or not all(
+        type(text) is str for item in info.dialects.items() for text in item
+    ):
+        return f"dialects={info.dialects!r:.80}, but should declare a dict from str to str"
+    if type(info.notes) is not tuple or not all(type(note) is str for note in info.notes):
+        return f"notes={info.notes!r:.80}, but should declare a tuple of str"
+    return None
 
 
 def _import_problem(name: str, error: BaseException) -> str:

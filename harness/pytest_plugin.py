@@ -116,11 +116,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def proptable_result(request: pytest.FixtureRequest, proptable_implementation: str) -> Result:
     """Judge an implementation once in a session, in a process of its own."""
+    from harness.load import UsageError
     from harness.session import Session
 
     results = request.config.stash.setdefault(_RESULTS, {})
     if proptable_implementation not in results:
         option = request.config.getoption
         session = Session(option("--proptable-profile"), option("--proptable-seed"))
-        results[proptable_implementation] = session.run(proptable_implementation)
+        try:
+            results[proptable_implementation] = session.run(proptable_implementation)
+        except UsageError as error:
+            pytest.exit(f"--proptable-impl: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
     return results[proptable_implementation]

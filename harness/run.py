@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from harness.plan import CasePlan, PlannedStep, plan_case
 from harness.run_guard import ours_to_raise
 from harness.tolerance import Bound
 
+MODEL_METHODS = ("bind_kv_caches", "forward_context", "attend", "kv_views", "close")
 Views = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -30,6 +32,10 @@ class SubjectError(Exception):
         self.what = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         self.origin = "" if isinstance(error, str) else _innermost_frame(error)
         super().__init__(f"{phase.value} {where}: {self.what}")
+
+
+class AdapterError(Exception):
+    """The adapter does not keep `harness.contract`: an ERROR, never a verdict on the subject."""
 
 
 def _innermost_frame(error: BaseException) -> str:
@@ -164,6 +170,9 @@ def _run_steps(
 ) -> None:
     case, plan, inputs = observation.case, observation.plan, observation.inputs
     model: Model = _subject(Phase.BUILD, "build", implementation.build, case.model_spec(), case.layer_specs())
+    missing = [name for name in MODEL_METHODS if not callable(getattr(model, name, None))]
+    if missing:
+        raise AdapterError(f"build returned {type(model).__name__}, which has no method {', '.join(missing)}")
     try:
         _subject(Phase.BIND, "bind_kv_caches", model.bind_kv_caches, plan.num_blocks, poison)
         for number, planned in enumerate(plan.steps):
@@ -171,9 +180,13 @@ def _run_steps(
                 interrupt(model, planned, number)
             record = StepRecord(planned)
             observation.steps.append(record)
-            _run_step(model, case, inputs, record, number, watch_cache)
-    finally:
-        _subject(Phase.STEP, "close", model.close)
+            _run_step(model, case, inputs, record, number, plan.num_blocks if watch_cache else None)
+    except BaseException:
+        # What went wrong first is what counts.
+        with suppress(Exception):
+            model.close()
+        raise
+    _subject(Phase.STEP, "close", model.close)
 
 
 def _subject(phase: Phase, where: str, function: Callable[..., Any], *arguments: object) -> Any:
@@ -203,20 +216,40 @@ def step_tensors(
     return tensors[0], tensors[1], tensors[2]
 
 
-def copy_views(model: Model, layer_name: str) -> Views | None:
-    """Return copies of a layer's logical K and V."""
-    views = model.kv_views(layer_name)
-    return None if views is None else (views[0].clone(), views[1].clone())
+def copy_views(model: Model, case: Case, layer_name: str, num_blocks: int | None) -> Views | None:
+    """Return copies of a layer's logical K and V; None when nobody asks (`num_blocks` is None), or they cannot be read.
+
+    Raises:
+        AdapterError: `kv_views` raised, or returned something else than two tensors of the right shape and dtype.
+    """
+    if num_blocks is None:
+        return None
+    try:
+        views = model.kv_views(layer_name)
+        if views is None:
+            return None
+        copies = tuple(view.detach().clone() for view in views)
+    except Exception as error:
+        raise AdapterError(f"kv_views({layer_name!r}) failed: {type(error).__name__}: {error!s:.200}") from error
+    shape, dtype = (num_blocks, case.block_size, case.num_kv_heads, case.head_size), getattr(torch, case.dtype)
+    got = [f"{str(view.dtype).removeprefix('torch.')}{list(view.shape)} on {view.device.type}" for view in copies]
+    if len(copies) != 2 or any(view.shape != shape or view.dtype != dtype or view.is_meta for view in copies):
+        raise AdapterError(
+            f"kv_views({layer_name!r}) is {', '.join(got)}, but should be two of {case.dtype}{list(shape)}"
+        )
+    return copies[0], copies[1]
 
 
-def _run_step(model: Model, case: Case, inputs: Inputs, record: StepRecord, number: int, watch_cache: bool) -> None:
+def _run_step(
+    model: Model, case: Case, inputs: Inputs, record: StepRecord, number: int, num_blocks: int | None
+) -> None:
     where = f"step {number + 1}"
     try:
         with model.forward_context(record.planned.plan):
             for layer in range(case.num_layers):
                 name = case.layer_name(layer)
                 record.layers.append(
-                    _run_layer(model, case, inputs, record.planned, layer, f"{where}, {name}", watch_cache)
+                    _run_layer(model, case, inputs, record.planned, layer, f"{where}, {name}", num_blocks)
                 )
     except SubjectError:
         raise
@@ -224,18 +257,23 @@ def _run_step(model: Model, case: Case, inputs: Inputs, record: StepRecord, numb
         if ours_to_raise(error):
             raise
         raise SubjectError(Phase.STEP, f"{where}, forward_context", error) from error
+    if len(record.layers) != case.num_layers:
+        # The exception of a layer went through the context manager, which must not swallow it.
+        raise SubjectError(
+            Phase.STEP, f"{where}, {case.layer_name(len(record.layers))}", "raised, and forward_context hid it"
+        )
     for layer_record in record.layers:
         # Not earlier: a layer must not overwrite what another one has returned.
         layer_record.output = layer_record.output.clone()
 
 
 def _run_layer(
-    model: Model, case: Case, inputs: Inputs, planned: PlannedStep, layer: int, where: str, watch_cache: bool
+    model: Model, case: Case, inputs: Inputs, planned: PlannedStep, layer: int, where: str, num_blocks: int | None
 ) -> LayerRecord:
     name = case.layer_name(layer)
     given = step_tensors(case, inputs, planned, layer)
     query, key, value = (tensor.clone() for tensor in given)
-    before = copy_views(model, name) if watch_cache else None
+    before = copy_views(model, case, name, num_blocks)
     output = _subject(Phase.STEP, where, model.attend, name, *given)
     check_output(output, given[0], where)
     changed = tuple(
@@ -243,7 +281,7 @@ def _run_layer(
         for what, now, then in zip(("query", "key", "value"), given, (query, key, value), strict=True)
         if not same_bits(now, then)
     )
-    after = copy_views(model, name) if watch_cache else None
+    after = copy_views(model, case, name, num_blocks)
     return LayerRecord(query, key, value, output.detach(), changed, before, after)
 
 

@@ -25,6 +25,13 @@ class Result:
     num_cases: int
     seconds: float
     interrupted: bool = False
+    gave_up: bool = False
+    """Whether the run stopped because the implementation's process died too often."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all was run that was to be run."""
+        return not (self.interrupted or self.gave_up)
 
 
 @dataclass
@@ -37,6 +44,7 @@ class Session:
         budget: seconds after which no case is begun.
         jobs: worker processes.
         only: names of checks or clauses; empty: all.
+        stop_at_failure: begin nothing more after the first failure.
         on_progress: called with the number of things done and the number in all.
     """
 
@@ -45,6 +53,7 @@ class Session:
     budget: float = float("inf")
     jobs: int = 1
     only: Sequence[str] = ()
+    stop_at_failure: bool = False
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_info: Callable[[Info], None] = lambda info: None
     on_verdicts: Callable[[list[Verdict]], None] = lambda verdicts: None
@@ -131,6 +140,8 @@ class Session:
 
         def on_verdicts(verdicts: list[Verdict]) -> None:
             self.on_verdicts(verdicts)
+            if self.stop_at_failure and any(v.status in (Status.FAIL, Status.ERROR) for v in verdicts):
+                pool.tasks.clear()
             for verdict in verdicts:
                 findings.add(verdict)
 
@@ -148,7 +159,8 @@ class Session:
                 raise
             interrupted = True
         verdicts = findings.verdicts(select(self.only))
-        return Result(name, infos[0], verdicts, len(seen), time.monotonic() - begin, interrupted)
+        seconds = time.monotonic() - begin
+        return Result(name, infos[0], verdicts, len(seen), seconds, interrupted, pool.gave_up)
 
 
 def judge_in_process(

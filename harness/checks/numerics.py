@@ -221,8 +221,8 @@ def reverse_requests(step: StepPlan) -> StepPlan:
     )
 
 
-MAX_SINGLE_TOKENS = 64
-"""A request longer than this is not run token by token, but in two halves."""
+MAX_CHUNKS = {False: 64, True: 8}
+"""Steps into which a case is cut at the most, by `Info.slow`; a longer case gets chunks of more than one token."""
 
 
 @check(Kind.RELATION, "INV-3")
@@ -236,8 +236,10 @@ def output_ignores_chunking(implementation: Implementation, observation: Observa
         "in one prefill": (totals,),
         "in two chunks": (half, tuple(total - first for total, first in zip(totals, half, strict=True))),
     }
-    if longest <= MAX_SINGLE_TOKENS:
-        ways["token by token"] = tuple(tuple(int(position < total) for total in totals) for position in range(longest))
+    chunk = -(-longest // MAX_CHUNKS[implementation.info.slow])
+    ways["token by token" if chunk == 1 else f"in chunks of {chunk}"] = tuple(
+        tuple(min(chunk, max(0, total - start)) for total in totals) for start in range(0, longest, chunk)
+    )
     for why, steps in ways.items():
         kept = tuple(step for step in steps if any(step))
         if kept == case.steps:

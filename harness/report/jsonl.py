@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run_line(implementation: str, info: Info, seed: int, profile: str) -> dict[str, Any]:
+def run_line(implementation: str, info: Info, seed: int, profile: str, complete: bool) -> dict[str, Any]:
     """Return the line that opens an implementation's verdicts."""
     return {
         "type": "run",
@@ -36,6 +36,7 @@ def run_line(implementation: str, info: Info, seed: int, profile: str) -> dict[s
         "device": info.device,
         "seed": seed,
         "profile": profile,
+        "complete": complete,
         "versions": versions(),
         "notes": list(info.notes),
     }

@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.case import Case
-from harness.contract import Info
+from harness.isolate import MAX_CRASHES
 from harness.plan import plan_case
 from harness.report.replay import replay_line
+from harness.session import Result
 from harness.verdict import NOT_REACHED, Status, Verdict
 
 STYLES = {
@@ -25,14 +26,14 @@ MAX_ROWS = 12
 """Requests in the table of a step; the ones around the wrong one are shown."""
 
 
-def print_report(
-    console: Console, implementation: str, info: Info, verdicts: Sequence[Verdict], num_cases: int, seconds: float
-) -> None:
-    """Print everything that is to be said of one implementation."""
+def print_report(console: Console, result: Result, verdicts: Sequence[Verdict] | None = None) -> None:
+    """Print everything that is to be said of one implementation, or only these verdicts of it."""
+    implementation, info, num_cases, seconds = result.name, result.info, result.num_cases, result.seconds
+    verdicts = result.verdicts if verdicts is None else verdicts
     # soft_wrap keeps a replay line in one piece, to be copied.
     console.print(Text(f"{info.name} {info.version} on {info.device}", style="bold"), soft_wrap=True)
     for note in info.notes:
-        console.print(Text(f"  note: {note}", style="dim"), soft_wrap=True)
+        console.print(Text(f"  note: {printable(note)}", style="dim"), soft_wrap=True)
     for status in (Status.ERROR, Status.FAIL, Status.ADVICE):
         for verdict in verdicts:
             if verdict.status is status:
@@ -54,6 +55,10 @@ def print_report(
     summary.append(f"{num_cases} cases in {seconds:.1f} s{rate}")
     console.print(summary, soft_wrap=True)
     conforms, why = conclusion(verdicts)
+    if result.interrupted:
+        conforms, why = max(conforms, 2), f"interrupted; until then: {why}"
+    if result.gave_up:
+        why += f"; the rest was not run, since its process died {MAX_CRASHES} times"
     console.print(Text(f"  {why}", style="bold green" if conforms == 0 else "bold red"), soft_wrap=True)
 
 
@@ -75,6 +80,11 @@ def conclusion(verdicts: Sequence[Verdict]) -> tuple[int, str]:
     return 0, ", ".join(words)
 
 
+def printable(text: str) -> str:
+    """Return `text` in one line, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def print_verdict(console: Console, implementation: str, verdict: Verdict) -> None:
     """Print one finding: what, where, how far off, what is not wrong, the plan, the clause, the replay line."""
     where = dict(verdict.where)
@@ -92,7 +102,7 @@ def print_verdict(console: Console, implementation: str, verdict: Verdict) -> No
     console.print()
     console.print(title, soft_wrap=True)
     for line in (verdict.message, *verdict.details):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print(Text(f"  {printable(line)}"), soft_wrap=True)
     if verdict.only_after:
         line = "the case passes when it runs alone: what the implementation does depends on earlier cases"
         console.print(Text(f"  {line}"), soft_wrap=True)
@@ -166,4 +176,4 @@ def _print_skips(console: Console, verdicts: Sequence[Verdict]) -> None:
             reasons.setdefault(verdict.message, []).append(verdict.check)
     for reason, checks in reasons.items():
         names = ", ".join(checks[:3]) + (f" and {len(checks) - 3} more" if len(checks) > 3 else "")
-        console.print(Text(f"  skipped: {names}: {reason}", style="dim"), soft_wrap=True)
+        console.print(Text(f"  skipped: {names}: {printable(reason)}", style="dim"), soft_wrap=True)

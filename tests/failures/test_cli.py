@@ -36,7 +36,14 @@ BAD_MODULES = {
     "dying.py": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
     "hollow.py": "number = 1\nclass Empty: pass\ndef raises(): raise KeyError('q')",
     "undeclared.py": (
-        "from harness.contract import Info\nclass I:\n  info = Info('x', '1', dtypes=())\n  def build(self): pass"
+        "from harness.contract import Info\n"
+        "class I:\n  info = Info('x', '1', dtypes=())\n  def build(self): pass\n"
+        "class Text(I): info = Info('x', '1', dtypes='float32')\n"
+        "class Unknown(I): info = Info('x', '1', dtypes=('float32', 'complex64'))\n"
+        "class Negative(I): info = Info('x', '1', head_sizes=(64, -1))\n"
+        "class Number(I): info = Info('x', '1', block_sizes=16)\n"
+        "class Escape(I): info = Info('x\\x1b[31m', '1')\n"
+        "class Slow(I): info = Info('x', '1', slow='yes')\n"
     ),
     "cut.json": '{"steps": [[1',
     "list.json": "[1, 2]",
@@ -63,13 +70,21 @@ BAD_MODULES = {
         (("check", "-i", "hollow:Empty"), "`info` is NoneType"),
         (("check", "-i", "hollow:raises"), "KeyError"),
         (("check", "-i", "hollow:absent"), "has no attribute 'absent'"),
-        (("check", "-i", "undeclared:I"), "declares no dtypes"),
+        (("check", "-i", "undeclared:I"), r"declares dtypes=\(\), but should declare"),
+        (("check", "-i", "undeclared:Text"), "declares dtypes='float32'"),
+        (("check", "-i", "undeclared:Unknown"), "complex64"),
+        (("check", "-i", "undeclared:Negative"), r"head_sizes=\(64, -1\)"),
+        (("check", "-i", "undeclared:Number"), "block_sizes=16"),
+        (("check", "-i", "undeclared:Escape"), "printable"),
+        (("check", "-i", "undeclared:Slow"), "slow='yes'"),
+        (("replay", "-i", "reference", "/dev/zero"), "no such file"),
+        (("replay", "-i", "reference", ""), "without a name"),
         (("check",), "Missing option"),
         (("check", "-i", "reference", "--check", "x"), "no check or clause 'x'"),
         (("check", "-i", "reference", "--check", "GRA-1"), "clause GRA-1 has no check yet"),
         (("check", "-i", "reference", "--budget", "-1"), "no duration"),
         (("check", "-i", "reference", "--seed", "-1"), "seed"),
-        (("replay", "-i", "reference", "absent.json"), "cannot read absent.json"),
+        (("replay", "-i", "reference", "absent.json"), "cannot read absent.json: no such file"),
         (("replay", "-i", "reference", "cut.json"), "neither"),
         (("replay", "-i", "reference", "list.json"), "not list"),
         (("replay", "-i", "reference", "field.json"), "unknown field 'colour'"),

@@ -17,6 +17,7 @@ from harness.contract import Info
 from harness.report.jsonl import SCHEMA, run_line, verdict_line
 from harness.report.replay import replay_line
 from harness.report.terminal import conclusion, print_report
+from harness.session import Result
 from harness.strategies import cases
 from harness.verdict import Status, Verdict
 
@@ -42,7 +43,7 @@ def test_verdict_line_keeps_the_schema(verdict):
 
 
 def test_run_line_keeps_the_schema():
-    jsonschema.validate(run_line("mypkg:impl", Info("x", "1"), 0, "quick"), SCHEMA)
+    jsonschema.validate(run_line("mypkg:impl", Info("x", "1"), 0, "quick", True), SCHEMA)
 
 
 def test_line_outside_the_schema_is_refused():
@@ -54,8 +55,9 @@ def test_line_outside_the_schema_is_refused():
 def test_terminal_report_prints_whatever_an_implementation_says(verdict):
     buffer = io.StringIO()
     console = Console(file=buffer, width=120, color_system=None)
-    print_report(console, "mypkg:impl", Info("[red]x[/red]", "[/]"), [verdict], 1, 1.0)
+    print_report(console, Result("mypkg:impl", Info("[red]x[/red]", "[/]"), [verdict], 1, 1.0))
     assert "[red]x[/red] [/]" in buffer.getvalue()
+    assert "\x1b" not in buffer.getvalue()
 
 
 @given(cases())
