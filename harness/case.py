@@ -46,6 +46,10 @@ class Case:
     block_size: int = 16
     scale_percent: int = 100
     """Softmax scale, in percent of 1 / sqrt(head_size)."""
+    vary_scale: bool = False
+    """Whether the layers differ in their scale: every second one has half of it."""
+    fused_qkv: bool = False
+    """Whether query, key and value are slices of one tensor, as after a fused projection: not contiguous."""
     dtype: str = "float32"
     padding: int = 0
     """Rows of padding (slot -1) at the end of each step."""
@@ -114,8 +118,12 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Softmax scale."""
+        """Softmax scale of the first layer."""
         return float(self.head_size**-0.5) * self.scale_percent / 100
+
+    def layer_scale(self, layer: int) -> float:
+        """Return the softmax scale of one layer."""
+        return self.scale / 2 if self.vary_scale and layer % 2 else self.scale
 
     def layer_name(self, layer: int) -> str:
         """Return the name of layer number `layer`."""
@@ -133,7 +141,7 @@ class Case:
                 self.num_heads,
                 self.num_kv_heads,
                 self.head_size,
-                self.scale,
+                self.layer_scale(layer),
                 None if target == -1 else self.layer_name(target),
             )
             for layer, target in enumerate(self.kv_sharing)

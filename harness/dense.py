@@ -24,6 +24,8 @@ class Row:
     """[seq_len, num_kv_heads, head_size]."""
     value: torch.Tensor
     """[seq_len, num_kv_heads, head_size]."""
+    scale: float
+    """Factor on q.k before the softmax."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ MAX_SCORES = 1 << 20
 """Scores of one batch, padding included; longer lists are cut into several batches."""
 
 
-def dense_attention(rows: Sequence[Row], scale: float, bound: Bound) -> list[Expected]:
+def dense_attention(rows: Sequence[Row], bound: Bound) -> list[Expected]:
     """Attend causally for each row: query i of query_len sees the keys up to position seq_len - query_len + i."""
     # Rows of like lengths side by side, so that little of a batch is padding.
     order = sorted(range(len(rows)), key=lambda i: (rows[i].query.shape[0].bit_length(), rows[i].key.shape[0]))
@@ -51,18 +53,16 @@ def dense_attention(rows: Sequence[Row], scale: float, bound: Bound) -> list[Exp
         wider_query, wider_key = max(widest_query, query_len), max(widest_key, seq_len)
         another_bucket = batch and query_len.bit_length() != widest_query.bit_length()
         if another_bucket or (batch and wider_query * wider_key * num_heads * (len(batch) + 1) > MAX_SCORES):
-            _attend_batch(rows, batch, scale, bound, results)
+            _attend_batch(rows, batch, bound, results)
             batch, wider_query, wider_key = [], query_len, seq_len
         batch.append(index)
         widest_query, widest_key = wider_query, wider_key
     if batch:
-        _attend_batch(rows, batch, scale, bound, results)
+        _attend_batch(rows, batch, bound, results)
     return [result for result in results if result is not None]
 
 
-def _attend_batch(
-    rows: Sequence[Row], batch: list[int], scale: float, bound: Bound, results: list[Expected | None]
-) -> None:
+def _attend_batch(rows: Sequence[Row], batch: list[int], bound: Bound, results: list[Expected | None]) -> None:
     # query: [rows, query_len, num_heads, head_size]; key, value: [rows, seq_len, num_kv_heads, head_size]
     query_lens = torch.tensor([rows[i].query.shape[0] for i in batch])
     seq_lens = torch.tensor([rows[i].key.shape[0] for i in batch])
@@ -70,6 +70,7 @@ def _attend_batch(
     query = pad([rows[i].query for i in batch], batch_first=True).double()
     key = pad([rows[i].key for i in batch], batch_first=True).double()
     value = pad([rows[i].value for i in batch], batch_first=True).double()
+    scale = torch.tensor([rows[i].scale for i in batch], dtype=torch.float64).view(-1, 1, 1, 1)
     num_rows, max_query, num_heads, head_size = query.shape
     num_kv_heads = key.shape[2]
     # Heads of a group side by side: [rows, num_kv_heads, group * max_query, head_size].

@@ -72,9 +72,12 @@ def _worker_main(name: str, connection: Connection) -> None:
             task, seconds = connection.recv()
             _do(task, seconds, implementation, connection)
             connection.send(("done", None))
-    except (EOFError, OSError):
-        # The parent hung up, or the implementation closed the connection: the parent sees which.
-        os._exit(0)
+    except EOFError:
+        # The parent hung up: there is nothing more to do.
+        return
+    except OSError:
+        # The implementation closed the connection: the parent sees it.
+        os._exit(1)
 
 
 def _do(task: Task, seconds: float, implementation: Implementation, connection: Connection) -> None:

@@ -100,15 +100,16 @@ def expect(case: Case, info: Info, plan: CasePlan, inputs: Inputs) -> list[list[
                         inputs.query[request][layer, seq_len - query_len : seq_len],
                         inputs.key[request][owner, :seq_len],
                         inputs.value[request][owner, :seq_len],
+                        case.layer_scale(layer),
                     )
                 )
     bound = Bound(getattr(torch, case.dtype), info.rounds_scores)
-    flat = iter(dense_attention([_on_cpu(row) for row in rows], case.scale, bound))
+    flat = iter(dense_attention([_on_cpu(row) for row in rows], bound))
     return [[[next(flat) for _ in step.requests] for _ in case.kv_sharing] for step in plan.steps]
 
 
 def _on_cpu(row: Row) -> Row:
-    return Row(row.query.cpu(), row.key.cpu(), row.value.cpu())
+    return Row(row.query.cpu(), row.key.cpu(), row.value.cpu(), row.scale)
 
 
 def unsupported(info: Info, case: Case) -> str | None:
@@ -213,6 +214,10 @@ def step_tensors(
         rows = torch.cat([by_request[request][layer, start:end] for request, start, end in spans])
         padding = rows.new_full((case.padding, *rows.shape[1:]), PADDING_VALUE)
         tensors.append(torch.cat([rows, padding]))
+    if case.fused_qkv:
+        fused = torch.cat(tensors, dim=1)
+        query, key, value = torch.split(fused, [tensor.shape[1] for tensor in tensors], dim=1)
+        return query, key, value
     return tensors[0], tensors[1], tensors[2]
 
 

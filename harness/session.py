@@ -15,6 +15,10 @@ PROFILES = {"quick": (200, 20), "default": (1100, 100), "nightly": (20_000, 2_00
 """Profile to the number of cases: for most implementations, and for those that declare that they are slow."""
 
 
+MAX_CONFIRMED = 5
+"""Cases of failures that are run again, alone."""
+
+
 @dataclass
 class Result:
     """What is known of one implementation."""
@@ -25,13 +29,16 @@ class Result:
     num_cases: int
     seconds: float
     interrupted: bool = False
+    done: int = 0
+    planned: int = 0
+    """Cases and SURFACE checks that were begun, and that were planned: fewer when the budget ended the run."""
     gave_up: bool = False
     """Whether the run stopped because the implementation's process died too often."""
 
     @property
     def complete(self) -> bool:
         """Whether all was run that was to be run."""
-        return not (self.interrupted or self.gave_up)
+        return not (self.interrupted or self.gave_up or self.done < self.planned)
 
 
 @dataclass
@@ -110,11 +117,12 @@ class Session:
             return
         seen: list[Verdict] = []
         again = Session(only=tuple(v.check for v in failed), on_verdicts=seen.extend)
-        cases = list(dict.fromkeys(v.case for v in failed if v.case is not None))
-        again.run_cases(result.name, lambda info: cases)
+        # Each in a process of its own: a case must not find what another one has left.
+        for case in list(dict.fromkeys(v.case for v in failed if v.case is not None))[:MAX_CONFIRMED]:
+            again.run_cases(result.name, lambda info, case=case: [case])  # type: ignore[misc]
         for verdict in failed:
             alone = [v for v in seen if v.case == verdict.case and v.check in (verdict.check, "every_step_runs")]
-            if all(v.status is Status.PASS for v in alone):
+            if alone and all(v.status is Status.PASS for v in alone):
                 place = result.verdicts.index(verdict)
                 result.verdicts[place] = replace(verdict, only_after=f"--profile {self.profile} --seed {self.seed}")
 
@@ -160,7 +168,7 @@ class Session:
             interrupted = True
         verdicts = findings.verdicts(select(self.only))
         seconds = time.monotonic() - begin
-        return Result(name, infos[0], verdicts, len(seen), seconds, interrupted, pool.gave_up)
+        return Result(name, infos[0], verdicts, len(seen), seconds, interrupted, done, self._total, pool.gave_up)
 
 
 def judge_in_process(

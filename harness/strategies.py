@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from harness.case import ALLOCATIONS, DTYPES, VALUES, Case
 from harness.contract import Info
 
-HEAD_SIZES = (8, 16, 24, 32, 64, 80, 96, 128)
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
+HEAD_SIZES = (8, 16, 24, 32, 64, 80, 96, 128, 192, 256)
+BLOCK_SIZES = (1, 2, 3, 4, 8, 16, 32, 48, 64, 128)
 MAX_LAYERS = 6
 
 
@@ -28,7 +28,8 @@ def kv_sharing(draw: st.DrawFn, allowed: bool = True) -> tuple[int, ...]:
 def steps(draw: st.DrawFn, max_reqs: int = 6, max_steps: int = 4, max_prefill: int = 70) -> tuple[tuple[int, ...], ...]:
     """Prefills, chunks and decodes: each request is not scheduled, decodes, or gets a chunk."""
     num_reqs = draw(st.integers(1, max_reqs))
-    query_len = st.one_of(st.sampled_from([1, 1, 0]), st.integers(0, 5), st.integers(0, max_prefill))
+    longest = draw(st.sampled_from([max_prefill, max_prefill, 4 * max_prefill]))
+    query_len = st.one_of(st.sampled_from([1, 1, 0]), st.integers(0, 5), st.integers(0, longest))
     step = st.lists(query_len, min_size=num_reqs, max_size=num_reqs).filter(any).map(tuple)
     return tuple(draw(st.lists(step, min_size=1, max_size=max_steps)))
 
@@ -37,9 +38,11 @@ def steps(draw: st.DrawFn, max_reqs: int = 6, max_steps: int = 4, max_prefill: i
 def cases(draw: st.DrawFn, info: Info | None = None, *, small: bool = False) -> Case:
     """Cases within what `info` declares; `small`: for implementations that are slow."""
     info = info or Info("any", "")
-    num_kv_heads = draw(st.integers(1, 4))
-    head_sizes = [size for size in info.head_sizes or HEAD_SIZES if size <= 128]
-    block_sizes = [size for size in info.block_sizes or BLOCK_SIZES if size <= 64]
+    num_kv_heads = draw(st.integers(1, 2 if small else 4) | st.just(2 if small else 8))
+    # The largest sizes are drawn less often, since they cost the most.
+    largest = draw(st.sampled_from([(128, 64), (128, 64), (1024, 4096)]))
+    head_sizes = [size for size in info.head_sizes or HEAD_SIZES if size <= largest[0]]
+    block_sizes = [size for size in info.block_sizes or BLOCK_SIZES if size <= largest[1]]
     return Case(
         steps=draw(steps(4, 3, 40) if small else steps()),
         kv_sharing=draw(kv_sharing(info.kv_sharing)),
@@ -47,6 +50,8 @@ def cases(draw: st.DrawFn, info: Info | None = None, *, small: bool = False) -> 
         num_kv_heads=num_kv_heads,
         head_size=draw(st.sampled_from(head_sizes or list(info.head_sizes or ()))),
         block_size=draw(st.sampled_from(block_sizes or list(info.block_sizes or ()))),
+        vary_scale=draw(st.booleans()),
+        fused_qkv=draw(st.booleans()),
         scale_percent=draw(st.sampled_from([100, 50, 200])),
         dtype=draw(st.sampled_from([dtype for dtype in DTYPES if dtype in info.dtypes])),
         padding=draw(st.integers(0, 3)),

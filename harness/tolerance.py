@@ -38,7 +38,7 @@ class Bound:
 
 def worst_case_bound(
     bound: Bound,
-    scale: float,
+    scale: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -51,7 +51,7 @@ def worst_case_bound(
 
     Args:
         bound: the storage type, and what the implementation declares.
-        scale: softmax scale.
+        scale: softmax scale, float64, broadcast to `scores`.
         query, output: float64 [..., num_queries, head_size].
         key, value: float64 [..., num_keys, head_size].
         scores: [..., num_queries, num_keys], before the mask; `weights` after it.
@@ -59,10 +59,11 @@ def worst_case_bound(
     """
     # The bound itself is computed in float32: it needs no more than a few digits, and the slack below covers them.
     query, key, value, scores, weights, output = (x.float() for x in (query, key, value, scores, weights, output))
+    scale = scale.float()
     info = torch.finfo(bound.dtype)
     unit, half_subnormal = info.eps / 2, info.smallest_normal * info.eps / 2
     head_size = query.shape[-1]
-    products = abs(scale) * (query.abs() @ key.abs().transpose(-1, -2))
+    products = scale.abs() * (query.abs() @ key.abs().transpose(-1, -2))
     maximum = scores.masked_fill(~visible, float("-inf")).amax(-1, keepdim=True)
     eps = (head_size + 6) * UNIT_FLOAT32 * products + (2 * (maximum - scores).clamp(min=0) + 12) * UNIT_FLOAT32
     if bound.rounds_scores:

@@ -243,6 +243,11 @@ def context_has_all_fields(surface: Surface) -> None:
                 context = surface.get_forward_context()
                 require(context.batch_descriptor is descriptor, "batch_descriptor is not the one that was passed")
                 require(context.ubatch_slices is slices, "ubatch_slices is not the object that was passed")
+                with surface.set_forward_context(config, {}):
+                    shared = surface.get_forward_context().additional_kwargs is context.additional_kwargs
+                require(
+                    not shared, "two contexts have the same additional_kwargs: what one is given leaks into the other"
+                )
 
 
 @check(Kind.SURFACE, "CTX-8")

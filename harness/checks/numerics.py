@@ -108,8 +108,8 @@ def _compare_bits(a: Observation, b: Observation, why: str) -> None:
         if different.any():
             layer, position, head, dim = (int(i) for i in different.nonzero()[0])
             raise Violation(
-                f"output at position {position}, dim {dim} is {float(y[layer, position, head, dim]):.9g} {why}, "
-                f"but should be {float(x[layer, position, head, dim]):.9g} to the last bit",
+                f"output at position {position}, dim {dim} is {float(x[layer, position, head, dim]):.9g} in the case "
+                f"as it is, {float(y[layer, position, head, dim]):.9g} {why}, but should be the same to the bit",
                 step=_step_of(a, request, position),
                 layer_name=a.case.layer_name(layer),
                 request=request,
@@ -128,8 +128,9 @@ def _compare_bounds(a: Observation, b: Observation, requests: list[int], why: st
         if wrong.any():
             layer, position, head, dim = (int(k) for k in wrong.nonzero()[0])
             raise Violation(
-                f"output at position {position}, dim {dim} is {y[layer, position, head, dim]:.6g} {why}, but should be "
-                f"{x[layer, position, head, dim]:.6g} ± {bound[layer, position, head, dim]:.2g}",
+                f"output at position {position}, dim {dim} is {x[layer, position, head, dim]:.6g} in the case as it is "
+                f"and {y[layer, position, head, dim]:.6g} {why}, but should be the same "
+                f"± {bound[layer, position, head, dim]:.2g}",
                 step=_step_of(a, request, position),
                 layer_name=a.case.layer_name(layer),
                 request=request,

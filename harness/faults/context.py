@@ -393,3 +393,9 @@ def given_descriptor_is_replaced() -> Iterable[Patch]:
         return set_forward_context(*arguments, num_tokens=num_tokens, **options)
 
     return [patch(f"{ADAPTER}.set_forward_context", enter)]
+
+
+@fault("context_has_all_fields", "CTX-8")
+def additional_kwargs_are_shared() -> Iterable[Patch]:
+    """All contexts that are given no additional_kwargs have one dict of them together."""
+    return field_is("additional_kwargs", lambda given, shared={}: given or shared)  # type: ignore[misc]

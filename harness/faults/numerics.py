@@ -513,3 +513,30 @@ def scale_of_the_layer_is_ignored() -> Iterable[Patch]:
         init(impl, num_heads, head_size, head_size**-0.5, num_kv_heads)
 
     return [patch.object(EagerImpl, "__init__", build)]
+
+
+@fault("output_matches_dense", "ATT-1")
+def scale_of_the_first_layer_is_used_for_all() -> Iterable[Patch]:
+    """One scale, that of the first layer, is used for all layers of the model."""
+    build: Any = ReferenceModel.__init__
+
+    def init(model: ReferenceModel, *arguments: Any) -> None:
+        build(model, *arguments)
+        layers = list(model.layers.values())
+        for layer in layers:
+            layer.impl.scale = layers[0].impl.scale
+
+    return [patch.object(ReferenceModel, "__init__", init)]
+
+
+@fault("output_matches_dense", "ATT-1")
+def strides_are_taken_for_contiguous() -> Iterable[Patch]:
+    """The query is read as if it were contiguous, which a slice of a fused projection is not."""
+    right: Any = ReferenceModel.attend
+
+    def attend(model: ReferenceModel, layer_name: str, query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        strides = torch.empty(query.shape, device="meta").stride()
+        output: torch.Tensor = right(model, layer_name, query.as_strided(query.shape, strides), *others)
+        return output
+
+    return [patch.object(ReferenceModel, "attend", attend)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -57,6 +58,8 @@ def print_report(console: Console, result: Result, verdicts: Sequence[Verdict] |
     conforms, why = conclusion(verdicts)
     if result.interrupted:
         conforms, why = max(conforms, 2), f"interrupted; until then: {why}"
+    if result.done < result.planned and conforms == 0:
+        why += f"; {result.done} of {result.planned} planned cases and checks were run"
     if result.gave_up:
         why += f"; the rest was not run, since its process died {MAX_CRASHES} times"
     console.print(Text(f"  {why}", style="bold green" if conforms == 0 else "bold red"), soft_wrap=True)
@@ -96,7 +99,7 @@ def print_verdict(console: Console, implementation: str, verdict: Verdict) -> No
     head.extend(str(where[name]) for name in ("layer_name",) if name in where)
     head.extend(f"{name} {where[name]}" for name in ("request", "head") if name in where)
     title = Text()
-    title.append(f"{verdict.status.value:<6}", style=STYLES[verdict.status])
+    title.append(f"{verdict.status.value:<8}", style=STYLES[verdict.status])
     title.append(f"{verdict.check}   ", style="bold")
     title.append(" · ".join(head))
     console.print()
@@ -111,7 +114,7 @@ def print_verdict(console: Console, implementation: str, verdict: Verdict) -> No
             Text(f"  not wrong: {', '.join(verdict.not_wrong[:6])} pass on this case", style="dim"), soft_wrap=True
         )
     if verdict.case is not None and "step" in where:
-        console.print(_step_table(verdict.case, where["step"], where.get("request")))
+        console.print(Padding(_step_table(verdict.case, where["step"], where.get("request")), (0, 0, 0, 2)))
     console.print(Text(f"  replay: {replay_line(implementation, verdict)}"), soft_wrap=True)
 
 

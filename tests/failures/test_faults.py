@@ -19,6 +19,8 @@ CASES = (
     Case(steps=((3, 18, 0), (1, 2, 5), (0, 1, 1)), kv_sharing=(-1, -1, 0), padding=2, dtype="bfloat16"),
     # Float32 shows small errors; many heads for each KV head, and small blocks.
     Case(steps=((9, 6), (1, 7), (4, 1)), num_heads=8, num_kv_heads=2, block_size=4, padding=1, shuffle_requests=True),
+    # Layers that differ, and slices of a fused projection.
+    Case(steps=((7, 2), (1, 5)), kv_sharing=(-1, -1), vary_scale=True, fused_qkv=True),
     # A head size that is no power of two, and scores that overflow an exponential function.
     Case(steps=((20, 33), (1, 1)), head_size=20, values="large", kv_sharing=(-1, -1), spare_blocks=4),
     Case(

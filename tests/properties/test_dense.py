@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +19,7 @@ def row(query_len: int, seq_len: int, num_heads: int, num_kv_heads: int, head_si
         torch.randn(query_len, num_heads, head_size, generator=generator),
         torch.randn(seq_len, num_kv_heads, head_size, generator=generator),
         torch.randn(seq_len, num_kv_heads, head_size, generator=generator),
+        scale=head_size**-0.5 * (1 + seed % 2),
     )
 
 
@@ -26,15 +29,15 @@ lengths = st.integers(1, 40).flatmap(lambda seq_len: st.tuples(st.integers(1, se
 @given(st.lists(lengths, min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 4), st.integers(0, 99))
 def test_batched_oracle_equals_a_plain_loop(row_lengths, num_kv_heads, group, seed):
     rows = [row(q, n, num_kv_heads * group, num_kv_heads, 8, seed + i) for i, (q, n) in enumerate(row_lengths)]
-    results = dense_attention(rows, 0.3, Bound(torch.float32))
+    results = dense_attention(rows, Bound(torch.float32))
     assert len(results) == len(rows)
     for given_row, result in zip(rows, results, strict=True):
-        query_len, seq_len = given_row.query.shape[0], given_row.key.shape[0]
+        query_len, seq_len, scale = given_row.query.shape[0], given_row.key.shape[0], given_row.scale
         for i in range(query_len):
             for head in range(num_kv_heads * group):
                 visible = seq_len - query_len + i + 1
                 keys = given_row.key[:visible, head // group].double()
-                weights = torch.softmax(0.3 * keys @ given_row.query[i, head].double(), 0)
+                weights = torch.softmax(scale * keys @ given_row.query[i, head].double(), 0)
                 want = weights @ given_row.value[:visible, head // group].double()
                 assert torch.allclose(result.output[i, head], want, rtol=1e-12, atol=1e-12)
 
@@ -46,8 +49,8 @@ def test_sdpa_stays_within_the_bound(dtype, factor):
     ratios = []
     for seed in range(50):
         given_row = row(5, 37, 4, 4, 32, seed)
-        given_row = Row(*((factor * x).to(dtype) for x in (given_row.query, given_row.key, given_row.value)))
-        (result,) = dense_attention([given_row], 32**-0.5, Bound(dtype))
+        given_row = Row(*((factor * x).to(dtype) for x in (given_row.query, given_row.key, given_row.value)), 32**-0.5)
+        (result,) = dense_attention([given_row], Bound(dtype))
         mask = torch.ones(5, 37, dtype=torch.bool).tril(32)
         got = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1)[None] for x in (given_row.query, given_row.key, given_row.value)), attn_mask=mask
@@ -61,8 +64,8 @@ def test_sdpa_stays_within_the_bound(dtype, factor):
 @given(st.integers(2, 64), st.integers(0, 999))
 def test_dropping_the_newest_token_is_outside_the_bound(seq_len, seed):
     given_row = row(1, seq_len, 2, 1, 16, seed)
-    (right,) = dense_attention([given_row], 0.25, Bound(torch.float32))
+    (right,) = dense_attention([given_row], Bound(torch.float32))
     (wrong,) = dense_attention(
-        [Row(given_row.query, given_row.key[:-1], given_row.value[:-1])], 0.25, Bound(torch.float32)
+        [replace(given_row, key=given_row.key[:-1], value=given_row.value[:-1])], Bound(torch.float32)
     )
     assert ((right.output - wrong.output).abs() > right.bound).any()
