@@ -235,7 +235,7 @@ def check(
         for name in names:
             session = Session(profile, seed, budget, jobs, only)
             result = _with_progress(session, name)
-            if not result.interrupted:
+            if not (result.interrupted or result.gave_up):
                 session.confirm(result)
             print_report(out, result)
             out.print()

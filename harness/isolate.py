@@ -26,7 +26,9 @@ LOAD_SECONDS = 180.0
 """Time that an implementation may take to be imported."""
 CASE_SECONDS = 60.0
 """Time that one case may take with all its checks; beyond it, the implementation hangs."""
+HANGS = f"did not answer for {CASE_SECONDS:.0f} s and was killed"
 MAX_CRASHES = 5
+MAX_HANGS = 2
 """After so many the rest is not run."""
 
 
@@ -137,9 +139,9 @@ class Pool:
         self.on_info = on_info
         self.on_verdicts = on_verdicts
         self.on_case = on_case
-        self.crashes = 0
+        self.crashes = self.hangs = 0
         self.gave_up = False
-        """Whether work was left undone after MAX_CRASHES."""
+        """Whether work was left undone after MAX_CRASHES or MAX_HANGS."""
         self.tasks: deque[Task] = deque()
         self._workers: list[_Worker] = []
         self._context = multiprocessing.get_context("spawn")
@@ -162,7 +164,7 @@ class Pool:
                     if worker.connection in ready:
                         self._receive(worker)
                     elif time.monotonic() - worker.since > (CASE_SECONDS if worker.loaded else LOAD_SECONDS):
-                        self._lost(worker, "hangs")
+                        self._lost(worker, HANGS)
         finally:
             for worker in self._workers:
                 worker.process.kill()
@@ -217,13 +219,15 @@ class Pool:
         self._workers.remove(worker)
         if not worker.loaded:
             raise UsageError(f"cannot load {self.name}: the process that imported it {how}")
-        self.crashes += 1
+        hangs = how == HANGS
+        self.hangs += hangs
+        self.crashes += not hangs
         self.on_verdicts([_crash_verdict(worker.at, how)])
         if worker.task is not None and worker.task.kind == "surface" and isinstance(worker.at, str):
             rest = worker.task.checks[worker.task.checks.index(worker.at) + 1 :]
             if rest:
                 self.tasks.appendleft(Task("surface", rest))
-        if self.crashes >= MAX_CRASHES:
+        if self.crashes >= MAX_CRASHES or self.hangs >= MAX_HANGS:
             self.gave_up = bool(self.tasks)
             self.tasks.clear()
         elif self.tasks and time.monotonic() < self._deadline:

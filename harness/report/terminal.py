@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.case import Case
-from harness.isolate import MAX_CRASHES
 from harness.plan import plan_case
 from harness.report.replay import replay_line
 from harness.session import Result
@@ -61,7 +60,7 @@ def print_report(console: Console, result: Result, verdicts: Sequence[Verdict] |
     if result.done < result.planned and conforms == 0:
         why += f"; {result.done} of {result.planned} planned cases and checks were run"
     if result.gave_up:
-        why += f"; the rest was not run, since its process died {MAX_CRASHES} times"
+        why += "; the rest was not run, since its process was lost too often"
     console.print(Text(f"  {why}", style="bold green" if conforms == 0 else "bold red"), soft_wrap=True)
 
 
